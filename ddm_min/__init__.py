@@ -1,0 +1,1 @@
+"""Decentralized Diffusion Models, one idea per file. Start reading at `schedule.py`."""
