@@ -29,39 +29,6 @@ def matching_point(path: Schedule, schedule: Schedule, t: Tensor) -> tuple[Tenso
     return s, (own / (path.alpha(t) ** 2 + path.sigma(t) ** 2)).sqrt()
 
 
-def x0_eps_on(
-    path: Schedule,
-    model,
-    objective: Objective,
-    x_t: Tensor,
-    t: Tensor,
-    labels: Tensor,
-    align: bool = True,
-    x0_range: tuple[float, float] | None = None,
-    x0_at_noise: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The expert's (x0, eps) for x_t at time t of `path`; shapes [B, C, H, W]; see velocity_on."""
-    schedule = objective.schedule
-    s, c = matching_point(path, schedule, t) if align else (t, torch.ones_like(t))
-    x_s = expand(c, x_t) * x_t
-    x0, eps = to_x0_eps(model(x_s, s, labels), x_s, s, objective)
-
-    # At a singular end x_s says nothing about the unknown half, so its mean stands in.
-    alpha, sigma = expand(schedule.alpha(s), x_t), expand(schedule.sigma(s), x_t)
-    if objective.prediction == "eps":
-        x0 = torch.where(
-            alpha == 0, torch.zeros_like(x0) if x0_at_noise is None else x0_at_noise, x0
-        )
-    if objective.prediction == "x0":
-        eps = torch.where(sigma == 0, 0, eps)
-
-    if x0_range is not None:
-        clamped = x0.clamp(*x0_range)
-        eps = torch.where(clamped == x0, eps, (x_s - alpha * clamped) / sigma)
-        x0 = clamped
-    return x0, eps
-
-
 def velocity_on(
     path: Schedule,
     model,
@@ -75,13 +42,28 @@ def velocity_on(
 ) -> Tensor:
     """Velocity on `path` of an expert trained for `objective`, [B, C, H, W].
 
-        velocity = d_alpha(t) x0 + d_sigma(t) eps          (HDDM's unification in velocity space)
-
     model(x_s, s, labels) -> prediction, with s [B] in [0, 1] of its own schedule; t [B] in [0, 1].
     x0_range: clamp x0 to (low, high) and recompute eps, which bounds what 1 / alpha amplifies near
     t = 1 (sampling does; proofs do not). x0_at_noise [B, C, H, W]: the mean image, which stands in
     for x0 where an eps prediction says nothing about it (alpha = 0); None means zeros.
     """
-    x0, eps = x0_eps_on(path, model, objective, x_t, t, labels, align, x0_range, x0_at_noise)
+    schedule = objective.schedule
+    s, c = matching_point(path, schedule, t) if align else (t, torch.ones_like(t))
+    x_s = expand(c, x_t) * x_t
+    x0, eps = to_x0_eps(model(x_s, s, labels), x_s, s, objective)
+
+    # At a singular end x_s says nothing about the unknown half, so that half's mean stands in.
+    alpha, sigma = expand(schedule.alpha(s), x_t), expand(schedule.sigma(s), x_t)
+    if objective.prediction == "eps":
+        x0 = torch.where(
+            alpha == 0, torch.zeros_like(x_t) if x0_at_noise is None else x0_at_noise, x0
+        )
+    if objective.prediction == "x0":
+        eps = torch.where(sigma == 0, 0, eps)
+
+    if x0_range is not None:
+        clamped = x0.clamp(*x0_range)
+        eps = torch.where(clamped == x0, eps, (x_s - alpha * clamped) / sigma)
+        x0 = clamped
     d_alpha, d_sigma = path.derivatives(t)
     return expand(d_alpha, x_t) * x0 + expand(d_sigma, x_t) * eps

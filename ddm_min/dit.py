@@ -62,7 +62,10 @@ SIZES = {
     "DiT-L": dict(width=1024, depth=24, heads=16),
     "DiT-XL": dict(width=1152, depth=28, heads=16),
 }
-PRESETS = {"tiny": dict(width=64, depth=4, heads=4, patch_size=2)} | {
+PRESETS = {
+    "tiny": dict(width=64, depth=4, heads=4, patch_size=2),
+    "router": dict(width=64, depth=2, heads=4, patch_size=4),  # for tiny experts
+} | {
     f"{name}/{patch_size}": size | dict(patch_size=patch_size)
     for name, size in SIZES.items()
     for patch_size in (2, 4, 8)

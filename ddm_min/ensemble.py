@@ -20,10 +20,10 @@ from ddm_min.router import class_mask, parse_strategy, select
 from ddm_min.schedule import Linear, Schedule, expand
 
 
-def gaps_and_overlaps(experts: Sequence, num_clusters: int) -> tuple[list[str], list[str]]:
+def gaps_and_overlaps(experts: Sequence, clusters: Sequence[int]) -> tuple[list[str], list[str]]:
     """What the experts leave open, and what they answer twice, in the cluster x time plane."""
     gaps, overlaps = [], []
-    for k in range(num_clusters):
+    for k in clusters:
         intervals = sorted(e.time_interval for e in experts if e.cluster in ("all", k))
         reached = 0.0
         for low, high in [*intervals, (1.0, 1.0)]:
@@ -63,7 +63,9 @@ class Ensemble:
         self.num_clusters = num_clusters or max(named, default=0) + 1
         self.experts, self.router, self.path = list(experts), router, path
         self.num_classes, self.counts, self.align = num_classes, counts, align
-        gaps, overlaps = gaps_and_overlaps(experts, self.num_clusters)
+        # A cluster without a single image is not missed: nothing is ever drawn from it.
+        clusters = [k for k in range(self.num_clusters) if counts is None or counts[k].sum() > 0]
+        gaps, overlaps = gaps_and_overlaps(experts, clusters)
         if overlaps:
             raise ValueError("more than one expert answers for " + "; ".join(overlaps))
         if gaps and not allow_missing:

@@ -78,7 +78,7 @@ class ShardStats:
 
     def mean_image(self, labels: Tensor, null_label: int) -> Tensor:
         """The mean of each label's class, or of the whole shard for the null label: [B] -> [B, D]."""
-        weights = class_mask(labels, len(self.counts), null_label) * self.counts
+        weights = (class_mask(labels, len(self.counts), null_label) * self.counts).to(self.means)
         return weights @ self.means / weights.sum(1, keepdim=True).clamp(min=1)
 
     def log_evidence(self, x_t: Tensor, t: Tensor, path: Schedule) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddm_min.objectives import Objective, to_x0_eps
 from ddm_min.schedule import Schedule
 
 
@@ -69,25 +70,27 @@ def sample(
 
 @torch.no_grad()
 def sample_ddim(
-    x0_eps: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    velocity: Callable[[Tensor, Tensor], Tensor],
     noise: Tensor,
-    schedule: Schedule,
     num_steps: int,
+    schedule: Schedule,
     eta: float = 0.0,
     seeds: Sequence[tuple[int, int]] | None = None,
     t_start: float = 1.0,
     t_end: float = 0.0,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Tensor:
-    """DDIM on an expert's own schedule (Song et al. 2021, eq. 12); eta = 1 is DDPM.
+    """DDIM on `schedule`, variance preserving (Song et al. 2021, eq. 12); eta = 1 is DDPM.
 
-    x0_eps(x_t, t) -> (x0_hat, eps_hat). seeds: as in `start_noise`, for the noise that eta > 0
-    adds. The schedule must preserve variance. Shapes and the rest as in `sample`.
+    `velocity` is the field along that schedule, which holds (x0, eps) as well as eps alone does,
+    and is finite at t = 1. seeds: keys as in `start_noise` for the noise that eta > 0 adds.
     """
+    objective = Objective("velocity", schedule)
     times = torch.linspace(t_start, t_end, num_steps + 1, dtype=torch.float64).to(noise)
     x = noise
     for step, (t, t_next) in enumerate(zip(times[:-1], times[1:], strict=True)):
-        x0, eps = x0_eps(x, t.expand(len(x)))
+        t_batch = t.expand(len(x))
+        x0, eps = to_x0_eps(velocity(x, t_batch), x, t_batch, objective)
         alpha, sigma = schedule.alpha(t), schedule.sigma(t)
         alpha_next, sigma_next = schedule.alpha(t_next), schedule.sigma(t_next)
         added = eta * (sigma_next / sigma) * (1 - (alpha / alpha_next) ** 2).clamp(min=0).sqrt()

@@ -1,0 +1,76 @@
+"""What the command lines share: one-sentence errors, the choice of device, checked numbers."""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+
+
+def one_sentence_errors(main: Callable) -> Callable:
+    """What a user can cause ends as one sentence and exit code 2, without a traceback.
+
+    The library raises ValueError, OSError or FloatingPointError for these, with that sentence.
+    """
+
+    @functools.wraps(main)
+    def guarded(argv: list[str] | None = None) -> None:
+        try:
+            main(argv)
+        except (ValueError, OSError, FloatingPointError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    return guarded
+
+
+def device(name: str) -> str:
+    """argparse type: "auto" is cuda, else mps, else cpu. Raises ValueError if it is not there."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError):
+        raise argparse.ArgumentTypeError(f"this machine has no device {name!r}") from None
+    return name
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer from 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """argparse type: an integer from 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
+    """The arguments that training an expert and training a router share; see TrainConfig."""
+    how = parser.add_argument_group("optimisation")
+    how.add_argument("--steps", type=positive, default=defaults["steps"])
+    how.add_argument("--batch-size", type=positive, default=defaults["batch_size"])
+    how.add_argument(
+        "--lr", type=float, default=defaults["lr"], help=f"AdamW; default {defaults['lr']}"
+    )
+    how.add_argument("--lr-schedule", default="cosine", choices=("cosine", "constant"))
+    how.add_argument(
+        "--warmup", type=not_negative, default=100, help="steps of rising learning rate"
+    )
+    how.add_argument("--weight-decay", type=float, default=0.0)
+    how.add_argument(
+        "--ema-decay", type=float, default=0.999, help="of the weights that are shipped"
+    )
+    how.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    how.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
+    how.add_argument("--label-dropout", type=float, default=0.1, help="share of null labels")
+    how.add_argument("--flip", action="store_true", help="mirror half of the images (not digits!)")
+    how.add_argument("--seed", type=not_negative, default=0)
+    how.add_argument("--device", type=device, default="auto", help="auto, cuda, mps or cpu")

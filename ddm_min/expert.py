@@ -1,0 +1,184 @@
+"""An expert as one self-describing file, and how any file of this project is written and read.
+
+A file is a safetensors archive: tensors, and one metadata entry `ddm_min` that holds everything
+else as JSON. It is written whole or not at all: to a temporary file, flushed to the disk, renamed.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ddm_min import schedule as schedules
+from ddm_min.dit import DiT, DiTConfig
+from ddm_min.objectives import Objective
+from ddm_min.router import LearnedRouter, ShardStats
+
+FORMAT_VERSION = 1
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`, which becomes `path` when the block ends without an error.
+
+    Flushed to the disk before the rename, so `path` is at any moment the old file or the new one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_file(path: Path, kind: str, tensors: dict[str, Tensor], metadata: dict) -> None:
+    """Write tensors and metadata to `path`, atomically; an earlier file stays until then."""
+    text = json.dumps({"format_version": FORMAT_VERSION, "kind": kind, **metadata})
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        with replacing(Path(path)) as temporary:
+            save_file(tensors, temporary, metadata={"ddm_min": text})
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"cannot write {path}: {error}") from None
+
+
+def read_file(path: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
+    """Read (tensors, metadata) of a file of this kind. Raises ValueError that names the file."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no {kind} file {path}")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = json.loads(file.metadata()["ddm_min"])
+            if metadata["format_version"] > FORMAT_VERSION:
+                raise ValueError(
+                    f"{path} has format {metadata['format_version']} and this program reads up to "
+                    f"{FORMAT_VERSION}: update ddm_min"
+                )
+            if metadata["kind"] != kind:
+                raise ValueError(f"{path} is a {metadata['kind']} file, not a {kind} file")
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is damaged or not a ddm_min file ({error}): make it again"
+        ) from None
+
+
+def with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """{"a": x} -> {"model.a": x}."""
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """{"model.a": x, "stats.b": y} -> {"a": x}: the inverse of `with_prefix`."""
+    start = prefix + "."
+    return {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+
+
+def schedule_to_dict(schedule: schedules.Schedule) -> dict:
+    """Linear() -> {"name": "Linear"}; Betas carries its table."""
+    return {"name": type(schedule).__name__, **asdict(schedule)}
+
+
+def schedule_from_dict(stored: dict) -> schedules.Schedule:
+    """The inverse of `schedule_to_dict`."""
+    if stored["name"] == "Betas":
+        return schedules.Betas(tuple(stored["betas"]))
+    return {"Linear": schedules.Linear, "Cosine": schedules.Cosine}[stored["name"]]()
+
+
+@dataclass
+class Expert:
+    """What an island sends: a network, what it predicts, and what it answers for.
+
+    cluster: an index or "all". time_interval: (a, b] on the linear path. stats: of the data it was
+    trained on, or None. fingerprint: of the partition, "" without one. label_dropout: 0 means that it
+    never saw the null class, so guidance is meaningless. latents: trained on floats, not on pixels.
+    """
+
+    model: DiT
+    objective: Objective
+    cluster: int | str = "all"
+    time_interval: tuple[float, float] = (0.0, 1.0)
+    stats: ShardStats | None = None
+    class_names: list[str] = field(default_factory=list)
+    fingerprint: str = ""
+    label_dropout: float = 0.0
+    step: int = 0
+    seed: int = 0
+    latents: bool = False
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W)."""
+        return (self.model.config.in_channels, *self.model.config.image_size)
+
+    @property
+    def file_name(self) -> str:
+        """expert_2.safetensors, expert_all_0-0.33.safetensors."""
+        interval = "" if self.time_interval == (0, 1) else "_{:g}-{:g}".format(*self.time_interval)
+        return f"expert_{self.cluster}{interval}.safetensors"
+
+    def save(self, path: Path) -> None:
+        """Write everything to one file. Raises OSError if it cannot be written."""
+        tensors = with_prefix("model", self.model.state_dict())
+        if self.stats is not None:
+            tensors |= with_prefix("stats", vars(self.stats))
+        plain = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("model", "objective", "stats")
+        }
+        objective = asdict(self.objective) | {"schedule": schedule_to_dict(self.objective.schedule)}
+        metadata = plain | {"config": asdict(self.model.config), "objective": objective}
+        write_file(Path(path), "expert", tensors, metadata)
+
+    @classmethod
+    def load(cls, path: Path, device: str = "cpu") -> "Expert":
+        """Read an expert for sampling. Raises ValueError, naming the file and what is wrong."""
+        tensors, metadata = read_file(path, "expert")
+        try:
+            stored = metadata["objective"]
+            objective = Objective(**stored | {"schedule": schedule_from_dict(stored["schedule"])})
+            stats = part("stats", tensors)
+            known = {f.name: metadata[f.name] for f in fields(cls) if f.name in metadata}
+            known |= {"time_interval": tuple(known["time_interval"]), "objective": objective}
+            model = build(DiT, metadata, part("model", tensors), device)
+            stats = ShardStats(**{k: v.to(device) for k, v in stats.items()}) if stats else None
+            return cls(**known | {"model": model, "stats": stats})
+        except (KeyError, TypeError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{path} does not describe an expert ({error})") from None
+
+
+def build(network, metadata: dict, weights: dict[str, Tensor], device: str, *arguments):
+    """A network of the stored shape with these weights, ready to be sampled."""
+    model = network(DiTConfig(**metadata["config"]), *arguments)
+    model.load_state_dict(weights)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def save_router(path: Path, router: LearnedRouter, counts: Tensor, **metadata) -> None:
+    """RUN/router.safetensors: the router and, per cluster and class, how many images there are."""
+    tensors = with_prefix("model", router.state_dict()) | {"counts": counts}
+    metadata |= {"config": asdict(router.config), "num_clusters": router.num_clusters}
+    write_file(Path(path), "router", tensors, metadata)
+
+
+def load_router(path: Path, device: str = "cpu") -> tuple[LearnedRouter, Tensor, dict]:
+    """(router, counts [K, C], metadata). Raises ValueError, naming the file and what is wrong."""
+    tensors, metadata = read_file(path, "router")
+    try:
+        weights = part("model", tensors)
+        router = build(LearnedRouter, metadata, weights, device, metadata["num_clusters"])
+        return router, tensors["counts"].to(device), metadata
+    except (KeyError, TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} does not describe a router ({error})") from None

@@ -1,0 +1,181 @@
+"""Split a dataset into K clusters, one per expert (DDM 4.1): features -> fine -> coarse k-means.
+
+Many fine centroids follow the shape of the data; K coarse ones, found among the fine ones weighted
+by their size, merge them; every image goes to the nearest coarse centroid. The result is one file:
+who belongs where, and the fingerprint of the data, which every later step is checked against.
+
+    python -m ddm_min.partition --data digits --clusters 4 --run runs/digits
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddm_min import data, features
+from ddm_min.cli import not_negative, one_sentence_errors, positive
+from ddm_min.data import Dataset
+from ddm_min.expert import read_file, write_file
+
+SMALL_SHARD = 32  # fewer images than a usual batch
+
+
+@dataclass
+class Partition:
+    """assignment int64 [N]: the cluster of each image; counts [K, C]: images per cluster and class."""
+
+    assignment: Tensor
+    counts: Tensor
+    class_names: list[str]
+    data_fingerprint: str
+    features: str
+    seed: int
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the data and of who belongs where: experts and router carry it."""
+        digest = hashlib.sha256(self.data_fingerprint.encode())
+        digest.update(self.assignment.numpy().tobytes())
+        return digest.hexdigest()
+
+    @property
+    def num_clusters(self) -> int:
+        """K; clusters are numbered from 0, the largest first."""
+        return len(self.counts)
+
+    def check_cluster(self, name: str) -> int:
+        """ "2" -> 2. Raises ValueError with the valid range."""
+        if not name.isdigit() or int(name) >= self.num_clusters:
+            raise ValueError(
+                f"there is no cluster {name!r}: use 0 to {self.num_clusters - 1}, or all"
+            )
+        return int(name)
+
+    def save(self, path: Path) -> None:
+        """Write RUN/partition.safetensors."""
+        metadata = dict(vars(self))
+        tensors = {name: metadata.pop(name) for name in ("assignment", "counts")}
+        write_file(path, "partition", tensors, metadata)
+
+    @classmethod
+    def load(cls, path: Path, dataset: Dataset) -> "Partition":
+        """Read it for this dataset. Raises ValueError if it was made for another one."""
+        tensors, metadata = read_file(path, "partition")
+        names = ("class_names", "data_fingerprint", "features", "seed")
+        if metadata["data_fingerprint"] != dataset.fingerprint():
+            raise ValueError(
+                f"{path} was made for other data than --data names: use the same data, or make a "
+                f"new partition in another --run"
+            )
+        return cls(**tensors, **{name: metadata[name] for name in names})
+
+
+def kmeans(points: np.ndarray, k: int, weights: np.ndarray | None, seed: int) -> np.ndarray:
+    """The k centroids of points [N, D], with scikit-learn's k-means++ and Lloyd, in one thread.
+
+    One thread, because sums taken in another order can move a point across a border.
+    """
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(1):
+        fitted = KMeans(k, n_init=4, random_state=seed).fit(points, sample_weight=weights)
+    return fitted.cluster_centers_
+
+
+def nearest(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """Index of the nearest centroid, [N, D] and [K, D] -> [N]."""
+    distances = torch.cdist(torch.from_numpy(points), torch.from_numpy(centroids).to(torch.float32))
+    return distances.argmin(1).numpy()
+
+
+def two_stage_kmeans(points: np.ndarray, k: int, fine: int, seed: int) -> np.ndarray:
+    """Cluster of each point: fine k-means, then k-means of its centroids weighted by size."""
+    fine_centroids = kmeans(points, fine, None, seed)
+    sizes = np.bincount(nearest(points, fine_centroids), minlength=fine)
+    filled = sizes > 0
+    coarse = kmeans(fine_centroids[filled].astype(np.float32), k, sizes[filled], seed)
+    return nearest(points, coarse)
+
+
+def partition(
+    dataset: Dataset, k: int, feature_name: str, fine: int | None, seed: int
+) -> Partition:
+    """Assign every image to one of k clusters. Raises ValueError if there cannot be k of them.
+
+    feature_name: one of features.FEATURES, or "labels" (classes dealt out to clusters) or "random"
+    (DDM figure 4c: clearly worse), for comparison.
+    """
+    if feature_name == "random":
+        assignment = np.random.default_rng(seed).permutation(len(dataset)) % k
+    elif feature_name == "labels":
+        assignment = dataset.labels.numpy() % k
+    else:
+        points = torch.cat(list(features.extract(dataset.images, feature_name))).numpy()
+        distinct = len(np.unique(points, axis=0))
+        if distinct < k:
+            raise ValueError(f"{k} clusters of only {distinct} different images: ask for fewer")
+        fine = fine or min(1024, len(points) // 10)
+        assignment = two_stage_kmeans(points, k, min(max(fine, k), distinct), seed)
+    # Canonical numbers, so that the same split has the same names: the largest cluster first.
+    sizes = np.bincount(assignment, minlength=k)
+    if (sizes == 0).any():
+        raise ValueError(
+            f"only {np.count_nonzero(sizes)} of {k} clusters got images: ask for fewer"
+        )
+    assignment = np.argsort(np.argsort(-sizes, kind="stable"))[assignment]
+    num_rows = max(dataset.num_classes, 1)
+    counts = torch.bincount(
+        torch.from_numpy(assignment) * num_rows + dataset.labels, minlength=k * num_rows
+    )
+    return Partition(
+        torch.from_numpy(assignment),
+        counts.reshape(k, num_rows),
+        dataset.class_names,
+        dataset.fingerprint(),
+        feature_name,
+        seed,
+    )
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    """Split a dataset into K clusters and write RUN/partition.safetensors and RUN/clusters.png."""
+    parser = argparse.ArgumentParser(prog="python -m ddm_min.partition", description=main.__doc__)
+    parser.add_argument("--data", default="digits", help=data.NAMES)
+    parser.add_argument("--clusters", type=positive, required=True, help="K, the number of experts")
+    parser.add_argument("--run", type=Path, required=True, help="folder of this ensemble")
+    parser.add_argument("--features", default="pixels", help="pixels, inception, labels or random")
+    parser.add_argument("--fine", type=positive, help="fine centroids; default min(1024, N / 10)")
+    parser.add_argument("--seed", type=not_negative, default=0)
+    args = parser.parse_args(argv)
+
+    dataset = data.load(args.data)
+    made = partition(dataset, args.clusters, args.features, args.fine, args.seed)
+    file = args.run / "partition.safetensors"
+    if file.exists() and not torch.equal(Partition.load(file, dataset).assignment, made.assignment):
+        raise ValueError(
+            f"{file} holds another split, which experts may rest on: use another --run"
+        )
+    made.save(file)
+    for k, counts in enumerate(made.counts):
+        classes = {
+            made.class_names[y]: n for y, n in enumerate(counts.tolist()) if n and made.class_names
+        }
+        print(f"cluster {k}: {int(counts.sum())} images " + json.dumps(classes))
+        if counts.sum() < SMALL_SHARD:
+            print(f"warning: cluster {k} is too small to train an expert well", file=sys.stderr)
+    from ddm_min import figures
+
+    figures.clusters(dataset, made, args.run / "clusters.png")
+    print(f"wrote {file} and {args.run / 'clusters.png'}")
+
+
+if __name__ == "__main__":
+    main()

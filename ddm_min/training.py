@@ -1,0 +1,258 @@
+"""The one training loop: for experts, routers and students alike, given the loss of a batch.
+
+Every step's randomness comes from a generator seeded by (seed, step), so that step 1,000 is the
+same step whether or not the run was interrupted before it. The average of the weights,
+
+    ema <- decay ema + (1 - decay) weights,    decay = min(ema_decay, (1 + step) / (10 + step)),
+
+is what is sampled and shipped; the warm-up of its decay lets short runs forget their start.
+"""
+
+import copy
+import json
+import math
+import platform
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ddm_min.data import Dataset, to_float
+from ddm_min.expert import part, read_file, with_prefix, write_file
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation settings. lr_schedule: "constant" (DDM) or "cosine" to zero, after warm-up."""
+
+    steps: int
+    batch_size: int = 32
+    lr: float = 1e-3
+    lr_schedule: str = "cosine"
+    warmup: int = 100
+    weight_decay: float = 0.0
+    ema_decay: float = 0.999
+    clip: float = 1.0
+    precision: str = "fp32"
+    seed: int = 0
+
+    @classmethod
+    def of(cls, args: Namespace) -> "TrainConfig":
+        """The fields of parsed `cli.training_arguments`."""
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
+
+    def lr_at(self, step: int) -> float:
+        """Linear warm-up, then constant or half a cosine down to zero at `steps`."""
+        rate = self.lr * min(1.0, (step + 1) / max(self.warmup, 1))
+        if self.lr_schedule == "cosine":
+            rate *= (1 + math.cos(math.pi * step / self.steps)) / 2
+        return rate
+
+
+def draw_batch(
+    dataset: Dataset, batch_size: int, rng: np.random.Generator, flip: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x0 in [-1, 1] [B, C, H, W], labels [B], rows [B]): drawn with replacement, as one gather."""
+    rows = torch.from_numpy(rng.integers(len(dataset), size=batch_size)).to(dataset.labels.device)
+    x0, labels = to_float(dataset.images[rows]), dataset.labels[rows]
+    if flip:
+        mirrored = torch.from_numpy(rng.random(batch_size) < 0.5).to(x0.device)
+        x0 = torch.where(mirrored[:, None, None, None], x0.flip(-1), x0)
+    return x0, labels, rows
+
+
+def drop_labels(labels: Tensor, num_classes: int, rate: float, rng: np.random.Generator) -> Tensor:
+    """Replace a share of the labels by the null class, so that the network learns both."""
+    dropped = torch.from_numpy(rng.random(len(labels)) < rate).to(labels.device)
+    return torch.where(dropped, num_classes, labels)
+
+
+def normal_like(x: Tensor, rng: np.random.Generator) -> Tensor:
+    """Standard Gaussian noise in the shape and on the device of x."""
+    return torch.from_numpy(rng.standard_normal(x.shape, dtype=np.float32)).to(x.device)
+
+
+def resume_file(file: Path) -> Path:
+    """RUN/expert_0.safetensors -> RUN/resume/expert_0.safetensors."""
+    return file.parent / "resume" / file.name
+
+
+def describe(args: Namespace, fingerprint: str) -> dict:
+    """The arguments that decide a result: all but the places where things lie."""
+    places = ("data", "run", "device")
+    plain = {name: value for name, value in vars(args).items() if name not in places}
+    return json.loads(json.dumps(plain | {"data": fingerprint}))  # as a resume file gives them back
+
+
+def environment(device: str) -> dict:
+    """What besides the arguments decides the last bits of a result."""
+    return {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
+
+
+class Stopper:
+    """Turns Ctrl-C and SIGTERM into a request that the loop answers between two steps."""
+
+    def __enter__(self) -> "Stopper":
+        self.requested = False
+        self.earlier = {s: signal.signal(s, self.request) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def request(self, *_) -> None:
+        self.requested = True
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.earlier.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class State:
+    """All that changes while training, and so all that a resume file holds."""
+
+    model: nn.Module
+    ema: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    losses: list[float]
+
+    def save(self, file: Path, arguments: dict, environment: dict) -> None:
+        """Write RUN/resume/<name>.safetensors."""
+        optimizer = self.optimizer.state_dict()["state"]
+        tensors = with_prefix("model", self.model.state_dict())
+        tensors |= with_prefix("ema", self.ema.state_dict())
+        for index, moments in optimizer.items():
+            tensors |= with_prefix(f"optimizer.{index}", moments)
+        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float32)
+        metadata = {"step": len(self.losses), "arguments": arguments, "environment": environment}
+        write_file(file, "resume", tensors, metadata | {"scaler": self.scaler.state_dict()})
+
+    def load(self, tensors: dict[str, Tensor], metadata: dict) -> None:
+        """The inverse of `save`."""
+        self.model.load_state_dict(part("model", tensors))
+        self.ema.load_state_dict(part("ema", tensors))
+        state = self.optimizer.state_dict()
+        indices = range(len(state["param_groups"][0]["params"])) if metadata["step"] else ()
+        state["state"] = {index: part(f"optimizer.{index}", tensors) for index in indices}
+        self.optimizer.load_state_dict(state)
+        self.scaler.load_state_dict(metadata["scaler"])
+        self.losses = tensors["losses"].tolist()
+
+
+def check_same(file: Path, stored: dict, given: dict, config: TrainConfig) -> None:
+    """Refuse to go on with what would change the result. Raises ValueError that lists it.
+
+    Only `steps` may grow, and only where the learning rate of earlier steps does not depend on it.
+    """
+    different = {
+        name: f"{name} was {stored.get(name)} and is {given.get(name)}"
+        for name in stored.keys() | given.keys()
+        if stored.get(name) != given.get(name)
+    }
+    if (
+        "steps" in different
+        and config.lr_schedule == "constant"
+        and given["steps"] > stored["steps"]
+    ):
+        del different["steps"]
+    if different:
+        hint = " (the cosine learning rate depends on steps)" if "steps" in different else ""
+        raise ValueError(
+            f"{file} belongs to another run: {'; '.join(sorted(different.values()))}{hint}. "
+            f"Use the earlier values, or delete the file to start anew"
+        )
+
+
+def train(
+    model: nn.Module,
+    batch_loss: Callable[[nn.Module, np.random.Generator], Tensor],
+    config: TrainConfig,
+    file: Path,
+    arguments: dict,
+) -> tuple[nn.Module, list[float]]:
+    """Minimise batch_loss(model, rng) and return (EMA model, loss of every step).
+
+    file: the resume file. arguments: what decides the result; a run that was interrupted goes on only if
+    they are the same. Raises FloatingPointError at the first loss or gradient that is not finite;
+    the resume file then still holds the last good state.
+    """
+    device = str(next(model.parameters()).device)
+    if config.precision == "fp16" and device == "cpu":
+        raise ValueError("fp16 training needs a GPU: use --precision fp32 or bf16 on the CPU")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=device != "mps"
+    )
+    ema = copy.deepcopy(model).requires_grad_(False).eval()
+    scaler = torch.amp.GradScaler(device.split(":")[0], enabled=config.precision == "fp16")
+    state = State(model, ema, optimizer, scaler, losses=[])
+    name = file.stem
+    if file.exists():
+        tensors, metadata = read_file(file, "resume")
+        check_same(file, metadata["arguments"], arguments, config)
+        state.load(tensors, metadata)
+        if len(state.losses) >= config.steps:
+            print(f"{name}: all {config.steps} steps were done earlier, nothing to train")
+            return ema.eval(), state.losses
+        check_same(file, metadata["environment"], environment(device), config)
+        print(f"{name}: goes on at step {len(state.losses)}")
+
+    autocast = torch.autocast(
+        device.split(":")[0], PRECISIONS[config.precision], enabled=config.precision != "fp32"
+    )
+    parameters, averages = list(model.parameters()), list(ema.parameters())
+    last_save, save_seconds = time.monotonic(), 0.1
+    progress = tqdm(total=config.steps, initial=len(state.losses), desc=name, mininterval=0.5)
+    model.train()
+    with Stopper() as stopper, progress:
+        while len(state.losses) < config.steps and not stopper.requested:
+            step = len(state.losses)
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr_at(step)
+
+            with autocast:
+                loss = batch_loss(model, np.random.default_rng((2, config.seed, step)))
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(parameters, config.clip)
+            loss = loss.item()
+            # fp16 gradients may overflow: the scaler then skips the step and lowers its scale.
+            if not (math.isfinite(loss) and (norm.isfinite() or scaler.is_enabled())):
+                raise FloatingPointError(
+                    f"{name}: loss {loss:g} and gradient norm {norm:g} at step {step}: training "
+                    f"stops; try a lower --lr, or --precision fp32"
+                )
+            scaler.step(optimizer)
+            scaler.update()
+            decay = min(config.ema_decay, (1 + step) / (10 + step))
+            torch._foreach_lerp_(averages, parameters, 1 - decay)
+
+            state.losses.append(loss)
+            progress.set_postfix(loss=f"{np.mean(state.losses[-100:]):.4f}", refresh=False)
+            progress.update()
+            # Never more often than 100 times what the last save took: at most 1 % of the time.
+            if time.monotonic() - last_save > 100 * save_seconds:
+                start = time.monotonic()
+                state.save(file, arguments, environment(device))
+                last_save, save_seconds = time.monotonic(), time.monotonic() - start
+    state.save(file, arguments, environment(device))
+    if len(state.losses) < config.steps:
+        print(
+            f"{name}: stopped after step {len(state.losses)}; the same command goes on from there"
+        )
+        sys.exit(130)
+    return ema.eval(), state.losses
