@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 RUN    ?= runs/digits
-STEPS  ?= 3000
 BIN    := .venv/bin
 PY     := $(BIN)/python
 
@@ -35,7 +34,7 @@ expert-1 expert-3: OBJECTIVE = flow
 expert-1 expert-3: export TQDM_POSITION = 1
 expert-0 expert-1 expert-2 expert-3: export OMP_NUM_THREADS = 1
 expert-0 expert-1 expert-2 expert-3: expert-%:
-	$(PY) train_expert.py --data digits --run $(RUN) --cluster $* --objective $(OBJECTIVE) --steps $(STEPS)
+	$(PY) train_expert.py --data digits --run $(RUN) --cluster $* --objective $(OBJECTIVE)
 
 test: .venv/installed
 	$(PY) -m pytest

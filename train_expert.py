@@ -57,7 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     what.add_argument("--model", default="tiny", choices=PRESETS, help="default: tiny")
     what.add_argument("--modulation", default="single", choices=("single", "per-block"))
-    training_arguments(parser, steps=3000, batch_size=32, lr=2e-3)
+    training_arguments(parser, steps=2500, batch_size=32, lr=8e-3)
     return parser.parse_args(argv)
 
 

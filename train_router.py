@@ -40,7 +40,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     where.add_argument("--data", default="digits", help=data.NAMES)
     where.add_argument("--run", type=Path, required=True, help="folder with the partition")
     where.add_argument("--model", default="router", choices=PRESETS, help="default: router")
-    training_arguments(parser, steps=3000, batch_size=128, lr=2e-3)
+    training_arguments(parser, steps=2000, batch_size=128, lr=8e-3)
     return parser.parse_args(argv)
 
 

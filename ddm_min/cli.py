@@ -57,16 +57,14 @@ def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     how = parser.add_argument_group("optimisation")
     how.add_argument("--steps", type=positive, default=defaults["steps"])
     how.add_argument("--batch-size", type=positive, default=defaults["batch_size"])
-    how.add_argument(
-        "--lr", type=float, default=defaults["lr"], help=f"AdamW; default {defaults['lr']}"
-    )
+    how.add_argument("--lr", type=float, default=defaults["lr"], help="AdamW; default 8e-3, for tiny")
     how.add_argument("--lr-schedule", default="cosine", choices=("cosine", "constant"))
     how.add_argument(
         "--warmup", type=not_negative, default=100, help="steps of rising learning rate"
     )
     how.add_argument("--weight-decay", type=float, default=0.0)
     how.add_argument(
-        "--ema-decay", type=float, default=0.999, help="of the weights that are shipped"
+        "--ema-decay", type=float, default=0.9999, help="of the weights that are shipped"
     )
     how.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     how.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))

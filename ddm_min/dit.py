@@ -64,7 +64,7 @@ SIZES = {
 }
 PRESETS = {
     "tiny": dict(width=64, depth=4, heads=4, patch_size=2),
-    "router": dict(width=64, depth=2, heads=4, patch_size=4),  # for tiny experts
+    "router": dict(width=32, depth=2, heads=2, patch_size=4),  # for tiny experts
 } | {
     f"{name}/{patch_size}": size | dict(patch_size=patch_size)
     for name, size in SIZES.items()

@@ -37,11 +37,11 @@ class TrainConfig:
 
     steps: int
     batch_size: int = 32
-    lr: float = 1e-3
+    lr: float = 8e-3
     lr_schedule: str = "cosine"
     warmup: int = 100
     weight_decay: float = 0.0
-    ema_decay: float = 0.999
+    ema_decay: float = 0.9999
     clip: float = 1.0
     precision: str = "fp32"
     seed: int = 0
