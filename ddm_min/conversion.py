@@ -24,6 +24,8 @@ def matching_point(path: Schedule, schedule: Schedule, t: Tensor) -> tuple[Tenso
     Where `schedule` is a beta table that does not reach that noise level, s is held at its end;
     c stays finite there and keeps the input's expected size.
     """
+    if schedule == path:  # nothing to match: t as it is, not through log and exp
+        return t, torch.ones_like(t)
     s = schedule.time_at(path.log_snr(t))
     own = schedule.alpha(s) ** 2 + schedule.sigma(s) ** 2
     return s, (own / (path.alpha(t) ** 2 + path.sigma(t) ** 2)).sqrt()

@@ -185,7 +185,8 @@ class Field:
         x0_range, x0_at_noise = None, None
         if expert.stats is not None:
             x0_range = expert.stats.value_range.tolist()
-            x0_at_noise = expert.stats.mean_image(labels, null_label).reshape(x_t.shape)
+            if (t == 1).any():
+                x0_at_noise = expert.stats.mean_image(labels, null_label).reshape(x_t.shape)
         velocity = velocity_on(
             self.ensemble.path,
             expert.model,

@@ -160,8 +160,9 @@ def losses(run: Path, file: Path) -> None:
     """Loss against step: experts (squared error, each in its own space) and router (nats)."""
     curves = {}
     for resume in sorted((run / "resume").glob("*.safetensors")):
-        tensors, _ = read_file(resume, "resume")
-        curves[resume.stem] = tensors["losses"].numpy()
+        tensors, metadata = read_file(resume, "resume")
+        objective = metadata["arguments"].get("objective", "")
+        curves[f"{resume.stem} {objective}".strip()] = tensors["losses"].numpy()
     if not curves:
         raise ValueError(f"there are no training records in {(run / 'resume').resolve()}")
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")

@@ -178,24 +178,23 @@ def select(log_probs: Tensor, strategy: str, gumbel: Tensor) -> Tensor:
     """
     name, number, temperature = parse_strategy(strategy)
     probs = log_probs.exp()
-    ordered = probs.sort(dim=1, descending=True, stable=True)
-    rank = ordered.indices.argsort(dim=1)  # 0 for the most probable cluster
+    if name == "full":
+        return probs
+    if name == "coupled":
+        return F.one_hot((log_probs + gumbel).argmax(1), probs.shape[1]).to(probs)
+    # The other strategies keep some clusters, by their rank in a score: 0 for the highest.
+    score = log_probs / temperature + gumbel if name == "sample" else log_probs
+    order = score.argsort(dim=1, descending=True, stable=True)
+    rank = order.argsort(dim=1)
     match name:
-        case "full":
-            return probs
-        case "coupled":
-            return F.one_hot((log_probs + gumbel).argmax(1), probs.shape[1]).to(probs)
         case "top":
             keep = rank < number
         case "threshold":
             keep = (probs >= number) | (rank == 0)
         case "nucleus":
-            mass_before = (ordered.values.cumsum(1) - ordered.values).gather(1, rank)
-            keep = mass_before < number
+            ordered = probs.gather(1, order)
+            keep = (ordered.cumsum(1) - ordered).gather(1, rank) < number  # the mass ahead of it
         case "sample":
-            scores = log_probs / temperature + gumbel
-            chosen = scores.argsort(dim=1, descending=True).argsort(dim=1) < number
-            chosen = (chosen & (probs > 0)).to(probs)
-            return chosen / chosen.sum(1, keepdim=True)
+            keep, probs = (rank < number) & (probs > 0), torch.ones_like(probs)
     kept = probs * keep
     return kept / kept.sum(1, keepdim=True)
