@@ -74,9 +74,14 @@ def main(argv: list[str] | None = None) -> None:
             "guidance needs experts that were trained on classes, with --label-dropout"
         )
     ensemble = Ensemble(
-        run.experts, run.router, path, num_clusters=len(run.counts), counts=run.counts,
-        num_classes=len(run.class_names), allow_missing=args.allow_missing,
-    )  # fmt: skip
+        run.experts,
+        run.router,
+        path,
+        num_clusters=len(run.counts),
+        counts=run.counts,
+        num_classes=len(run.class_names),
+        allow_missing=args.allow_missing,
+    )
     print(f"{len(run.experts)} experts, {run.router_name} router, strategy {args.strategy}")
 
     images, forwards, switches = [], 0, 0

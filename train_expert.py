@@ -52,9 +52,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--objective", default="flow", choices=OBJECTIVES)
     what.add_argument("--schedule", choices=SCHEDULES, help="default: linear for flow, else cosine")
     what.add_argument(
-        "--time-interval", type=float, nargs=2, default=(0.0, 1.0), metavar=("A", "B"),
+        "--time-interval",
+        type=float,
+        nargs=2,
+        default=(0.0, 1.0),
+        metavar=("A", "B"),
         help="train for (A, B] of the linear path only: an MDM expert",
-    )  # fmt: skip
+    )
     what.add_argument("--model", default="tiny", choices=PRESETS, help="default: tiny")
     what.add_argument("--modulation", default="single", choices=("single", "per-block"))
     training_arguments(parser, steps=2500, batch_size=32, lr=8e-3)
@@ -74,16 +78,27 @@ def main(argv: list[str] | None = None) -> None:
     prediction, usual_schedule = OBJECTIVES[args.objective]
     objective = Objective(prediction, SCHEDULES[args.schedule or usual_schedule]())
     config = DiTConfig(
-        dataset.images.shape[1], dataset.images.shape[2:], dataset.num_classes,
-        modulation=args.modulation, **PRESETS[args.model],
-    )  # fmt: skip
+        dataset.images.shape[1],
+        dataset.images.shape[2:],
+        dataset.num_classes,
+        modulation=args.modulation,
+        **PRESETS[args.model],
+    )
     stats = ShardStats.measure(to_float(dataset.images), dataset.labels, dataset.num_classes)
     torch.manual_seed(args.seed)
     expert = Expert(
-        DiT(config).to(args.device), objective, cluster, tuple(args.time_interval), stats,
-        dataset.class_names, fingerprint, args.label_dropout, args.steps, args.seed,
+        DiT(config).to(args.device),
+        objective,
+        cluster,
+        tuple(args.time_interval),
+        stats,
+        dataset.class_names,
+        fingerprint,
+        args.label_dropout,
+        args.steps,
+        args.seed,
         dataset.images.is_floating_point(),
-    )  # fmt: skip
+    )
     arguments = describe(args, dataset.fingerprint())
     dataset = dataset.to(args.device)
 

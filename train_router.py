@@ -70,9 +70,13 @@ def main(argv: list[str] | None = None) -> None:
     arguments = describe(args, partition.fingerprint)
     router, _ = train(router, batch_loss, TrainConfig.of(args), resume_file(file), arguments)
     save_router(
-        file, router, partition.counts,
-        class_names=dataset.class_names, fingerprint=partition.fingerprint, step=args.steps,
-    )  # fmt: skip
+        file,
+        router,
+        partition.counts,
+        class_names=dataset.class_names,
+        fingerprint=partition.fingerprint,
+        step=args.steps,
+    )
     print(f"wrote {file}: {partition.num_clusters} clusters, {len(dataset)} images")
 
 

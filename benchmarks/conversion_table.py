@@ -9,8 +9,8 @@ exact router. Float64; error = |velocity - exact| / |exact|, norms over a batch 
 x_t = (1 - t) x0 + t eps.
 
     aligned     asked at equal log-SNR: conversion.py as everything here uses it
-    naive       asked at the same (x_t, t), read with its own alpha and sigma: `align=False`. All four
-                predictions then carry the same wrong (x0, eps), so their errors are equal
+    naive       asked at the same (x_t, t), read with its own alpha and sigma: `align=False`; all
+                four predictions then carry the same wrong (x0, eps), so their errors are equal
     as linear   asked at the same (x_t, t) and read with the path's alpha and sigma, as if it had
                 been trained there: with eps, x0_hat = (x_t - t eps_hat) / (1 - t) diverges at t = 1
 """

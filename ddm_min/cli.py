@@ -57,7 +57,9 @@ def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     how = parser.add_argument_group("optimisation")
     how.add_argument("--steps", type=positive, default=defaults["steps"])
     how.add_argument("--batch-size", type=positive, default=defaults["batch_size"])
-    how.add_argument("--lr", type=float, default=defaults["lr"], help="AdamW; default 8e-3, for tiny")
+    how.add_argument(
+        "--lr", type=float, default=defaults["lr"], help="AdamW; default 8e-3, for tiny"
+    )
     how.add_argument("--lr-schedule", default="cosine", choices=("cosine", "constant"))
     how.add_argument(
         "--warmup", type=not_negative, default=100, help="steps of rising learning rate"

@@ -98,6 +98,18 @@ class Ensemble:
         log_probs = self.router(x_t, t, labels)
         return log_probs.masked_fill(~self.can_draw(labels, t), -torch.inf).log_softmax(1)
 
+    def why_nobody(self, label: int, t: float) -> str:
+        """One sentence on why no cluster can draw this label at t."""
+        if self.counts is None or label == self.num_classes:
+            return f"no expert here answers at t = {t:g}"
+        has_class = [k for k in range(self.num_clusters) if self.counts[k, label] > 0]
+        if not has_class:
+            return f"no expert here knows class {label}: no cluster has images of it"
+        return (
+            f"no expert here knows class {label} at t = {t:g}: it lives in cluster {has_class}, "
+            f"whose expert is missing"
+        )
+
     def field(
         self,
         labels: Tensor,
@@ -109,21 +121,13 @@ class Ensemble:
 
         labels [B] in 0..num_classes; the null class, num_classes, draws from all. seeds: a key per
         image, (seed, image index), which owns its routing noise; None means (0, position).
-        Raises ValueError for an unknown strategy and for a label that no expert present knows.
+        Raises ValueError for an unknown strategy and where no expert present can draw a label.
         """
         parse_strategy(strategy)
-        noisy = torch.ones(len(labels), device=labels.device)
-        lost = labels[~self.can_draw(labels, noisy).any(1)].unique().tolist()
-        if lost:
-            has_class = [k for k in range(self.num_clusters) if self.counts[k, lost[0]] > 0]
-            raise ValueError(
-                f"no expert here knows class {lost[0]}: "
-                + (
-                    f"it lives in cluster {has_class}, whose expert is missing"
-                    if has_class
-                    else "no cluster has images of it"
-                )
-            )
+        for t in {1.0, *(e.time_interval[0] or 1.0 for e in self.experts)}:  # where gaps can end
+            drawn = self.can_draw(labels, torch.full(labels.shape, t, device=labels.device)).any(1)
+            if not drawn.all():
+                raise ValueError(self.why_nobody(int(labels[~drawn][0]), t))
         seeds = seeds or [(0, index) for index in range(len(labels))]
         return Field(self, labels, strategy, guidance_scale, seeds)
 

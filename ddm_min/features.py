@@ -87,6 +87,8 @@ def main(argv: list[str] | None = None) -> None:
     if images[0].shape[1:] != images[1].shape[1:]:
         sizes = " and ".join("x".join(map(str, x.shape[1:])) for x in images)
         raise ValueError(f"the images of {args.a} and {args.b} differ in shape: {sizes}")
+    if len(images[1]) < 2:
+        raise ValueError(f"{args.b} has a single image: two halves of it need at least 2 images")
     a, b = (moments(x, args.features) for x in images)
     shuffled = images[1][torch.from_numpy(np.random.default_rng(0).permutation(len(images[1])))]
     half_a, half_b = (moments(half, args.features) for half in shuffled.chunk(2))

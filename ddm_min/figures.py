@@ -87,11 +87,7 @@ def clusters(dataset: Dataset, partition: Partition, file: Path, columns: int = 
     images = images if images.dtype == torch.uint8 else to_uint8(images[:, :, :3])
     names = [f"cluster {k}\n{len(rows)} images" for k, rows in enumerate(members)]
     figure, axes = plt.subplots(
-        1,
-        2,
-        figsize=(12, 0.6 * len(names) + 1.2),
-        layout="constrained",
-        width_ratios=(3, 2),
+        1, 2, figsize=(12, 0.6 * len(names) + 1.2), layout="constrained", width_ratios=(3, 2)
     )
     show_rows(axes[0], images, names)
     axes[0].set_title("random images of each cluster")

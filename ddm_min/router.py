@@ -149,14 +149,14 @@ def parse_strategy(strategy: str) -> tuple[str, float, float]:
         number, temperature = float(number or 0), float(temperature or 1)
     except ValueError:
         number = -1
-    whole = number >= 1 and number == int(number)
+    whole = number >= 1 and number % 1 == 0
     valid = {
         "full": strategy == "full",
         "coupled": strategy == "coupled",
         "top": whole and "@" not in strategy,
         "threshold": 0 < number < 1 and "@" not in strategy,
         "nucleus": 0 < number < 1 and "@" not in strategy,
-        "sample": whole and temperature > 0,
+        "sample": whole and 0 < temperature < float("inf"),
     }
     if not valid.get(name, False):
         raise ValueError(f"unknown strategy {strategy!r}: use {STRATEGIES}")
@@ -195,6 +195,6 @@ def select(log_probs: Tensor, strategy: str, gumbel: Tensor) -> Tensor:
             ordered = probs.gather(1, order)
             keep = (ordered.cumsum(1) - ordered).gather(1, rank) < number  # the mass ahead of it
         case "sample":
-            keep, probs = (rank < number) & (probs > 0), torch.ones_like(probs)
+            keep, probs = (rank < number) & (log_probs > -torch.inf), torch.ones_like(probs)
     kept = probs * keep
     return kept / kept.sum(1, keepdim=True)
