@@ -81,7 +81,7 @@ def test_error_falls_with_the_order_of_the_method(method, order):
         exact = noise().double() * np.exp((np.sin(1.4) - np.sin(7)) / 7)
         return (x - exact).abs().max().item()
 
-    assert error(40) / error(80) == pytest.approx(2**order, rel=0.1)
+    assert error(160) / error(320) == pytest.approx(2**order, rel=0.05)
 
 
 # ---------------------------------------------------------------- steps
