@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ddm_min.cli import device, not_negative, one_sentence_errors, positive
 from ddm_min.ensemble import Ensemble
 from ddm_min.router import STRATEGIES
-from ddm_min.run import choose_labels, load_run, write_samples
+from ddm_min.run import check_out, choose_labels, load_run, write_samples
 from ddm_min.sampler import sample, sample_ddim, start_noise
 from ddm_min.schedule import Linear
 
@@ -84,13 +84,18 @@ def main(argv: list[str] | None = None) -> None:
     )
     print(f"{len(run.experts)} experts, {run.router_name} router, strategy {args.strategy}")
 
-    images, forwards, switches = [], 0, 0
-    batches = torch.arange(args.num).split(args.batch_size)
+    seeds = [(args.seed, index) for index in range(args.num)]
+    batches = [slice(i, i + args.batch_size) for i in range(0, args.num, args.batch_size)]
+    fields = [
+        ensemble.field(labels[rows], args.strategy, args.guidance_scale, seeds[rows])
+        for rows in batches
+    ]
+    check_out(args.out, run.experts[0].latents)
+
+    images = []
     with tqdm(total=args.num_steps * len(batches), desc="sampling", unit="step") as progress:
-        for rows in batches:
-            seeds = [(args.seed, index) for index in rows.tolist()]
-            field = ensemble.field(labels[rows], args.strategy, args.guidance_scale, seeds)
-            x = start_noise(run.experts[0].image_shape, seeds).to(args.device)
+        for field in fields:
+            x = start_noise(run.experts[0].image_shape, field.seeds).to(args.device)
             if args.solver in ("euler", "heun"):
                 x = sample(
                     field, x, args.num_steps, args.solver, on_step=lambda step: progress.update()
@@ -103,11 +108,13 @@ def main(argv: list[str] | None = None) -> None:
                     args.num_steps,
                     path,
                     eta,
-                    seeds,
+                    field.seeds,
                     on_step=lambda step: progress.update(),
                 )
             images.append(x.cpu())
-            forwards, switches = forwards + field.forwards, switches + field.switches
+    forwards, switches = (
+        sum(getattr(f, name) for f in fields) for name in ("forwards", "switches")
+    )
     print(
         f"per image: {forwards / args.num:.1f} expert forwards, {switches / args.num:.2f} switches"
     )

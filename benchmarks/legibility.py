@@ -2,9 +2,9 @@
 
     python benchmarks/legibility.py runs/digits/samples.npz
 
-A support vector machine with an RBF kernel, which shares nothing with the diffusion models, is fitted
-to two thirds of the real digits. Printed: its accuracy on the other third, the limit of what it can
-say, and on the samples, in all and by class.
+A support vector machine with an RBF kernel, which shares nothing with the diffusion models, is
+fitted to two thirds of the real digits. Printed: its accuracy on the other third, the limit of what
+it can say, and on the samples, in all and by class.
 """
 
 import sys

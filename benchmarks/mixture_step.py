@@ -49,18 +49,18 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=8)
     parser.add_argument("--channels", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=1, help="1 is the least noisy")
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
 
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     shape = dict(in_channels=args.channels, image_size=(args.image_size,) * 2, num_classes=10)
     x_t = torch.randn(args.batch_size, args.channels, args.image_size, args.image_size)
     t = torch.full((args.batch_size,), 0.7)
     labels = torch.arange(args.batch_size) % 10
     images = x_t.clamp(-1, 1)
-    print(
-        f"{args.model}, batch {args.batch_size}, {torch.get_num_threads()} threads, ratios to one expert"
-    )
+    print(f"{args.model}, batch {args.batch_size}, {args.threads} thread(s): ratios to one expert")
     print("| K | router alone | " + " | ".join(f"{s}: rows, time" for s in STRATEGIES) + " |")
     print("|" + "---|" * (2 + len(STRATEGIES)))
     for num_clusters in (2, 4, 8):

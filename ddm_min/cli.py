@@ -40,14 +40,14 @@ def device(name: str) -> str:
 
 def positive(text: str) -> int:
     """argparse type: an integer from 1."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
 def not_negative(text: str) -> int:
     """argparse type: an integer from 0."""
-    if not text.isdigit():
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
 

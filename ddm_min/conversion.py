@@ -65,7 +65,9 @@ def velocity_on(
 
     if x0_range is not None:
         clamped = x0.clamp(*x0_range)
-        eps = torch.where(clamped == x0, eps, (x_s - alpha * clamped) / sigma)
+        # At sigma = 0 no eps makes up for the clamp, and whatever the network said of it stays.
+        kept = (clamped == x0) | (sigma == 0)
+        eps = torch.where(kept, eps, (x_s - alpha * clamped) / sigma)
         x0 = clamped
     d_alpha, d_sigma = path.derivatives(t)
     return expand(d_alpha, x_t) * x0 + expand(d_sigma, x_t) * eps

@@ -20,11 +20,12 @@ from torch import Tensor
 
 NAMES = "digits, cifar10[:DIR], folder:DIR or npz:FILE"
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+MOST_CLASSES = 100_000  # a label beyond this is no label but damage
 
 
 @dataclass
 class Dataset:
-    """images uint8 or float32 [N, C, H, W]; labels int64 [N]; class_names, empty without classes."""
+    """images uint8 or float32 [N, C, H, W]; labels int64 [N]; class_names, empty if none."""
 
     images: Tensor
     labels: Tensor
@@ -120,14 +121,18 @@ def load_npz(file: Path) -> Dataset:
         images is None
         or images.ndim != 4
         or images.dtype not in (np.uint8, np.float32)
-        or not len(images)
+        or not images.size
+        or not np.isfinite(images).all()
     ):
-        raise ValueError(f"{file}: arr_0 must be uint8 [N, H, W, C] or float32 [N, C, H, W]")
+        raise ValueError(f"{file}: arr_0 must be uint8 [N, H, W, C] or finite float32 [N, C, H, W]")
     if images.dtype == np.uint8:
         images = images.transpose(0, 3, 1, 2)
     labels = arrays.get("arr_1", np.zeros(len(images), dtype=np.int64))
-    if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0:
-        raise ValueError(f"{file}: arr_1 must hold {len(images)} labels, integers from 0")
+    whole = labels.shape == (len(images),) and labels.dtype.kind in "iu"
+    if not whole or not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
+        raise ValueError(
+            f"{file}: arr_1 must hold {len(images)} labels, integers from 0 to {MOST_CLASSES - 1}"
+        )
     num_classes = int(labels.max()) + 1 if "arr_1" in arrays else 0
     names = [str(label) for label in range(num_classes)]
     return Dataset(
@@ -136,7 +141,7 @@ def load_npz(file: Path) -> Dataset:
 
 
 def read_image(file: Path) -> np.ndarray:
-    """One picture as uint8 [3, H, W]: EXIF rotation applied, any colour mode made RGB, alpha dropped."""
+    """One picture as uint8 [3, H, W]: EXIF rotation applied, any mode made RGB, alpha dropped."""
     with Image.open(file) as image:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits per pixel: convert() would clip at 255, not scale

@@ -48,7 +48,7 @@ class DiTConfig:
                 near = max(size // self.patch_size, 1) * self.patch_size
                 raise ValueError(
                     f"image size {size} is not divisible by the patch size {self.patch_size}: "
-                    f"use images of {near} or {near + self.patch_size}, or another --patch-size"
+                    f"use images of {near} or {near + self.patch_size}, or another patch size"
                 )
         if self.width % self.heads or self.width % 4:
             raise ValueError(f"width {self.width} must be divisible by 4 and by {self.heads} heads")

@@ -94,7 +94,7 @@ class Ensemble:
         return present & ((mask.float() @ self.counts.float().T) > 0)
 
     def log_probs(self, x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
-        """The router's log_probs over the clusters that can draw the label, renormalised, [B, K]."""
+        """Router log_probs over the clusters that can draw the label, renormalised: [B, K]."""
         log_probs = self.router(x_t, t, labels)
         return log_probs.masked_fill(~self.can_draw(labels, t), -torch.inf).log_softmax(1)
 

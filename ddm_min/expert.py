@@ -6,6 +6,8 @@ else as JSON. It is written whole or not at all: to a temporary file, flushed to
 
 import json
 import os
+import tempfile
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -38,6 +40,13 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OSError now, and not after the work, if nothing can be written to this folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def write_file(path: Path, kind: str, tensors: dict[str, Tensor], metadata: dict) -> None:
@@ -73,6 +82,16 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
         ) from None
 
 
+@contextmanager
+def described_by(path: Path, what: str) -> Iterator[None]:
+    """Contents that do not fit each other can raise nearly anything: name the file, in one line."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, RuntimeError, ValueError) as error:
+        reason = textwrap.shorten(str(error), 200)
+        raise ValueError(f"{path} does not describe {what} ({reason})") from None
+
+
 def with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """{"a": x} -> {"model.a": x}."""
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
@@ -101,8 +120,8 @@ class Expert:
     """What an island sends: a network, what it predicts, and what it answers for.
 
     cluster: an index or "all". time_interval: (a, b] on the linear path. stats: of the data it was
-    trained on, or None. fingerprint: of the partition, "" without one. label_dropout: 0 means that it
-    never saw the null class, so guidance is meaningless. latents: trained on floats, not on pixels.
+    trained on, or None. fingerprint: of the partition, "" without one. label_dropout: 0 means that
+    it never saw the null class, so guidance is meaningless. latents: trained on floats, not pixels.
     """
 
     model: DiT
@@ -117,6 +136,11 @@ class Expert:
     seed: int = 0
     latents: bool = False
 
+    def __post_init__(self):
+        low, high = self.time_interval
+        if not 0 <= low < high <= 1:
+            raise ValueError(f"time interval {low:g} to {high:g}: use 0 <= A < B <= 1")
+
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(C, H, W)."""
@@ -128,35 +152,44 @@ class Expert:
         interval = "" if self.time_interval == (0, 1) else "_{:g}-{:g}".format(*self.time_interval)
         return f"expert_{self.cluster}{interval}.safetensors"
 
-    def save(self, path: Path) -> None:
-        """Write everything to one file. Raises OSError if it cannot be written."""
-        tensors = with_prefix("model", self.model.state_dict())
-        if self.stats is not None:
-            tensors |= with_prefix("stats", vars(self.stats))
+    @property
+    def metadata(self) -> dict:
+        """Everything but the tensors, in plain types."""
         plain = {
             f.name: getattr(self, f.name)
             for f in fields(self)
             if f.name not in ("model", "objective", "stats")
         }
         objective = asdict(self.objective) | {"schedule": schedule_to_dict(self.objective.schedule)}
-        metadata = plain | {"config": asdict(self.model.config), "objective": objective}
-        write_file(Path(path), "expert", tensors, metadata)
+        return plain | {"config": asdict(self.model.config), "objective": objective}
+
+    def save(self, path: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write everything to one file. Raises OSError if it cannot be written.
+
+        weights: those to write, where the model only has shapes (convert_ckpt); None: its own.
+        """
+        tensors = with_prefix("model", weights or self.model.state_dict())
+        if self.stats is not None:
+            tensors |= with_prefix("stats", vars(self.stats))
+        write_file(Path(path), "expert", tensors, self.metadata)
 
     @classmethod
     def load(cls, path: Path, device: str = "cpu") -> "Expert":
         """Read an expert for sampling. Raises ValueError, naming the file and what is wrong."""
         tensors, metadata = read_file(path, "expert")
-        try:
-            stored = metadata["objective"]
-            objective = Objective(**stored | {"schedule": schedule_from_dict(stored["schedule"])})
-            stats = part("stats", tensors)
-            known = {f.name: metadata[f.name] for f in fields(cls) if f.name in metadata}
-            known |= {"time_interval": tuple(known["time_interval"]), "objective": objective}
+        with described_by(path, "an expert"):
             model = build(DiT, metadata, part("model", tensors), device)
-            stats = ShardStats(**{k: v.to(device) for k, v in stats.items()}) if stats else None
-            return cls(**known | {"model": model, "stats": stats})
-        except (KeyError, TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{path} does not describe an expert ({error})") from None
+            stats = {name: x.to(device) for name, x in part("stats", tensors).items()}
+            return cls.of(model, metadata, stats)
+
+    @classmethod
+    def of(cls, model: DiT, metadata: dict, stats: dict[str, Tensor]) -> "Expert":
+        """A model, and what a file says of it: the inverse of `metadata`."""
+        stored = metadata["objective"]
+        objective = Objective(**stored | {"schedule": schedule_from_dict(stored["schedule"])})
+        known = {f.name: metadata[f.name] for f in fields(cls) if f.name in metadata}
+        known |= {"time_interval": tuple(known["time_interval"]), "objective": objective}
+        return cls(**known | {"model": model, "stats": ShardStats(**stats) if stats else None})
 
 
 def build(network, metadata: dict, weights: dict[str, Tensor], device: str, *arguments):
@@ -176,9 +209,7 @@ def save_router(path: Path, router: LearnedRouter, counts: Tensor, **metadata) -
 def load_router(path: Path, device: str = "cpu") -> tuple[LearnedRouter, Tensor, dict]:
     """(router, counts [K, C], metadata). Raises ValueError, naming the file and what is wrong."""
     tensors, metadata = read_file(path, "router")
-    try:
+    with described_by(path, "a router"):
         weights = part("model", tensors)
         router = build(LearnedRouter, metadata, weights, device, metadata["num_clusters"])
         return router, tensors["counts"].to(device), metadata
-    except (KeyError, TypeError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} does not describe a router ({error})") from None

@@ -44,7 +44,7 @@ def inception():
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError:
         raise ValueError(
-            "inception features need torch-fidelity: pip install 'ddm_min[inception]', or use pixels"
+            "inception features need torch-fidelity: pip install '.[inception]', or use pixels"
         ) from None
     try:
         return FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])

@@ -21,14 +21,14 @@ from torch import Tensor
 from ddm_min import data, features
 from ddm_min.cli import not_negative, one_sentence_errors, positive
 from ddm_min.data import Dataset
-from ddm_min.expert import read_file, write_file
+from ddm_min.expert import described_by, read_file, write_file
 
 SMALL_SHARD = 32  # fewer images than a usual batch
 
 
 @dataclass
 class Partition:
-    """assignment int64 [N]: the cluster of each image; counts [K, C]: images per cluster and class."""
+    """assignment int64 [N]: cluster of each image; counts [K, C]: images per cluster and class."""
 
     assignment: Tensor
     counts: Tensor
@@ -51,7 +51,7 @@ class Partition:
 
     def check_cluster(self, name: str) -> int:
         """ "2" -> 2. Raises ValueError with the valid range."""
-        if not name.isdigit() or int(name) >= self.num_clusters:
+        if not name.isdecimal() or int(name) >= self.num_clusters:
             raise ValueError(
                 f"there is no cluster {name!r}: use 0 to {self.num_clusters - 1}, or all"
             )
@@ -67,13 +67,15 @@ class Partition:
     def load(cls, path: Path, dataset: Dataset) -> "Partition":
         """Read it for this dataset. Raises ValueError if it was made for another one."""
         tensors, metadata = read_file(path, "partition")
-        names = ("class_names", "data_fingerprint", "features", "seed")
-        if metadata["data_fingerprint"] != dataset.fingerprint():
+        with described_by(path, "a partition"):
+            names = ("class_names", "data_fingerprint", "features", "seed")
+            made = cls(**tensors, **{name: metadata[name] for name in names})
+        if made.data_fingerprint != dataset.fingerprint():
             raise ValueError(
                 f"{path} was made for other data than --data names: use the same data, or make a "
                 f"new partition in another --run"
             )
-        return cls(**tensors, **{name: metadata[name] for name in names})
+        return made
 
 
 def kmeans(points: np.ndarray, k: int, weights: np.ndarray | None, seed: int) -> np.ndarray:

@@ -77,7 +77,7 @@ class ShardStats:
         return cls(counts, means, basis, variances, rest, torch.stack(flat.aminmax()))
 
     def mean_image(self, labels: Tensor, null_label: int) -> Tensor:
-        """The mean of each label's class, or of the whole shard for the null label: [B] -> [B, D]."""
+        """Mean of each label's class, or of the whole shard for the null label: [B] -> [B, D]."""
         weights = (class_mask(labels, len(self.counts), null_label) * self.counts).to(self.means)
         return weights @ self.means / weights.sum(1, keepdim=True).clamp(min=1)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddm_min import figures
 from ddm_min.data import to_uint8
-from ddm_min.expert import Expert, load_router, replacing
+from ddm_min.expert import Expert, check_writable, load_router, replacing
 from ddm_min.router import gaussian_router, prior_router
 
 MUST_AGREE = ("image_shape", "class_names", "latents")
@@ -58,10 +58,12 @@ def load_run(folder: Path, router_name: str | None, device: str) -> Run:
 
     num_classes = len(experts[0].class_names)
     shards = shard_stats(experts)
-    counts = torch.stack([s.counts if s else torch.zeros(max(num_classes, 1)) for s in shards])
+    # A cluster that nobody tells about may hold anything: 1, so that a hole counts as missing.
+    counts = torch.stack([s.counts if s else torch.ones(max(num_classes, 1)) for s in shards])
     router_file = folder / "router.safetensors"
     if router_name is None:
-        router_name = "learned" if router_file.exists() and prints else "gaussian"
+        router_name = "gaussian" if any(shards) else "prior"
+        router_name = "learned" if router_file.exists() and prints else router_name
     match router_name:
         case "learned":
             router, counts, metadata = load_router(router_file, device)
@@ -71,8 +73,8 @@ def load_run(folder: Path, router_name: str | None, device: str) -> Run:
                 )
             if len(counts) < len(shards):
                 raise ValueError(
-                    f"{router_file} knows {len(counts)} clusters and there is an expert for cluster "
-                    f"{len(shards) - 1}: train the router again, or use --router gaussian"
+                    f"{router_file} knows {len(counts)} clusters and there is an expert for "
+                    f"cluster {len(shards) - 1}: train the router again, or use --router gaussian"
                 )
         case "gaussian":
             router = gaussian_router(shards, num_classes)
@@ -82,7 +84,7 @@ def load_run(folder: Path, router_name: str | None, device: str) -> Run:
 
 
 def shard_stats(experts: list[Expert]) -> list:
-    """Statistics of cluster 0, 1, ...; None where no expert has them; one entry for a lone "all"."""
+    """Statistics of cluster 0, 1, ...; None where no expert has them; one entry for "all"."""
     by_cluster = {expert.cluster: expert.stats for expert in experts if expert.cluster != "all"}
     by_cluster = by_cluster or {0: experts[0].stats}
     return [by_cluster.get(k) for k in range(max(by_cluster) + 1)]
@@ -100,7 +102,7 @@ def choose_labels(label: str | None, num: int, class_names: list[str]) -> Tensor
         return (torch.arange(num) % null_label).sort().values
     if label in class_names:
         index = class_names.index(label)
-    elif label.isdigit() and int(label) < null_label:
+    elif label.isdecimal() and int(label) < null_label:
         index = int(label)
     else:
         raise ValueError(
@@ -110,14 +112,19 @@ def choose_labels(label: str | None, num: int, class_names: list[str]) -> Tensor
     return torch.full((num,), index)
 
 
-def write_samples(
-    out: Path, x: Tensor, labels: Tensor, class_names: list[str], latents: bool
-) -> None:
-    """Write x [N, C, H, W] as a .png grid, as .npz (arr_0, arr_1), or into a folder of pictures."""
+def check_out(out: Path, latents: bool) -> None:
+    """Raise ValueError or OSError now, and not after sampling, if `out` cannot hold the samples."""
     if latents and out.suffix != ".npz":
         raise ValueError(
             f"the experts draw latents, not pictures: use --out samples.npz, not {out}"
         )
+    check_writable(out.parent if out.suffix in (".png", ".npz") else out)
+
+
+def write_samples(
+    out: Path, x: Tensor, labels: Tensor, class_names: list[str], latents: bool
+) -> None:
+    """Write x [N, C, H, W] as a .png grid, as .npz (arr_0, arr_1), or into a folder of pictures."""
     images = x if latents else to_uint8(x)
     names = [*class_names, "any class"] if class_names else ["" for _ in range(1)]
     if out.suffix == ".npz":

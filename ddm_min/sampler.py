@@ -2,7 +2,7 @@
 
     Euler    x' = x + (t' - t) velocity(x, t)                                 error ~ 1 / n
     Heun     x' = x + (t' - t) (velocity(x, t) + velocity(x_euler, t')) / 2   error ~ 1 / n^2
-    DDIM     x' = alpha' x0_hat + sqrt(sigma'^2 - s^2) eps_hat + s z          a lone expert's own way
+    DDIM     x' = alpha' x0_hat + sqrt(sigma'^2 - s^2) eps_hat + s z         a lone expert's way
 
 with s = eta sqrt((sigma'^2 / sigma^2) (1 - alpha^2 / alpha'^2)); eta = 1 is DDPM's ancestral step.
 """

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ddm_min.data import Dataset, to_float
-from ddm_min.expert import part, read_file, with_prefix, write_file
+from ddm_min.expert import check_writable, described_by, part, read_file, with_prefix, write_file
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -146,11 +146,16 @@ class State:
         self.model.load_state_dict(part("model", tensors))
         self.ema.load_state_dict(part("ema", tensors))
         state = self.optimizer.state_dict()
-        indices = range(len(state["param_groups"][0]["params"])) if metadata["step"] else ()
+        self.losses = tensors["losses"].tolist()
+        indices = range(len(state["param_groups"][0]["params"])) if self.losses else ()
         state["state"] = {index: part(f"optimizer.{index}", tensors) for index in indices}
+        if any(
+            moments.keys() != {"step", "exp_avg", "exp_avg_sq"}
+            for moments in state["state"].values()
+        ):
+            raise ValueError("the optimizer's moments are missing")
         self.optimizer.load_state_dict(state)
         self.scaler.load_state_dict(metadata["scaler"])
-        self.losses = tensors["losses"].tolist()
 
 
 def check_same(file: Path, stored: dict, given: dict, config: TrainConfig) -> None:
@@ -170,7 +175,8 @@ def check_same(file: Path, stored: dict, given: dict, config: TrainConfig) -> No
     ):
         del different["steps"]
     if different:
-        hint = " (the cosine learning rate depends on steps)" if "steps" in different else ""
+        depends = "steps" in different and config.lr_schedule == "cosine"
+        hint = " (the cosine learning rate depends on steps)" if depends else ""
         raise ValueError(
             f"{file} belongs to another run: {'; '.join(sorted(different.values()))}{hint}. "
             f"Use the earlier values, or delete the file to start anew"
@@ -186,13 +192,14 @@ def train(
 ) -> tuple[nn.Module, list[float]]:
     """Minimise batch_loss(model, rng) and return (EMA model, loss of every step).
 
-    file: the resume file. arguments: what decides the result; a run that was interrupted goes on only if
+    file: the resume file. arguments: what decides the result; an interrupted run goes on only if
     they are the same. Raises FloatingPointError at the first loss or gradient that is not finite;
     the resume file then still holds the last good state.
     """
     device = str(next(model.parameters()).device)
     if config.precision == "fp16" and device == "cpu":
         raise ValueError("fp16 training needs a GPU: use --precision fp32 or bf16 on the CPU")
+    check_writable(file.parent)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=device != "mps"
     )
@@ -202,12 +209,15 @@ def train(
     name = file.stem
     if file.exists():
         tensors, metadata = read_file(file, "resume")
-        check_same(file, metadata["arguments"], arguments, config)
-        state.load(tensors, metadata)
+        with described_by(file, "a training state"):
+            stored, state_of = metadata["arguments"], metadata["environment"]
+        check_same(file, stored, arguments, config)
+        with described_by(file, "a training state"):
+            state.load(tensors, metadata)
         if len(state.losses) >= config.steps:
             print(f"{name}: all {config.steps} steps were done earlier, nothing to train")
             return ema.eval(), state.losses
-        check_same(file, metadata["environment"], environment(device), config)
+        check_same(file, state_of, environment(device), config)
         print(f"{name}: goes on at step {len(state.losses)}")
 
     autocast = torch.autocast(
@@ -239,7 +249,8 @@ def train(
             scaler.step(optimizer)
             scaler.update()
             decay = min(config.ema_decay, (1 + step) / (10 + step))
-            torch._foreach_lerp_(averages, parameters, 1 - decay)
+            with torch.no_grad():  # or the average would drag a graph of all steps behind it
+                torch._foreach_lerp_(averages, parameters, 1 - decay)
 
             state.losses.append(loss)
             progress.set_postfix(loss=f"{np.mean(state.losses[-100:]):.4f}", refresh=False)

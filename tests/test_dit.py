@@ -1,4 +1,4 @@
-"""The DiT backbone: sizes against the published ones, patches, positions, time, labels, modulation."""
+"""The DiT backbone: published sizes, patches, positions, time, labels, modulation."""
 
 import math
 
@@ -176,7 +176,7 @@ def test_rows_of_a_batch_do_not_touch_each_other():
 
 @pytest.mark.parametrize(("size", "near"), [((30, 32), "28 or 32"), ((32, 30), "28 or 32")])
 def test_D14_image_size_not_divisible_by_the_patch_size(size, near):
-    with pytest.raises(ValueError, match="image size 30 .* patch size 4") as error:
+    with pytest.raises(ValueError, match=r"image size 30 .* patch size 4") as error:
         DiTConfig(3, size, patch_size=4)
     assert near in str(error.value)
 
@@ -204,7 +204,7 @@ def test_single_and_per_block_modulation_agree_where_the_offsets_encode_it():
 
 
 def test_order_of_shift_scale_and_gate_is_that_of_dit():
-    """DiT's weights come as shift, scale, gate of attention, then of the mlp: by hand, one block."""
+    """DiT's weights hold shift, scale, gate of attention, then of the mlp: one block by hand."""
     model = randomised(DiT(small_config(modulation="per-block", depth=1))).double()
     trunk, block = model.trunk, model.trunk.blocks[0]
     x_t, t, labels = (x.double() if x.is_floating_point() else x for x in inputs(batch=2))
@@ -230,7 +230,7 @@ def test_order_of_shift_scale_and_gate_is_that_of_dit():
 
 
 def positions_of_facebook_dit(height: int, width: int, size: int) -> np.ndarray:
-    """get_2d_sincos_pos_embed, written anew: column sines, column cosines, row sines, row cosines."""
+    """get_2d_sincos_pos_embed, written anew: sines, cosines of columns, then of rows."""
     table = np.zeros((height * width, size))
     quarter = size // 4
     for row in range(height):

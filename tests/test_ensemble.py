@@ -1,4 +1,4 @@
-"""The mixture: who answers where, how often experts run, guidance, routing noise, and the theorem."""
+"""The mixture: who answers where, how often experts run, guidance, routing noise, theorem."""
 
 from types import SimpleNamespace
 
@@ -95,7 +95,7 @@ def test_an_interval_inside_another_is_an_overlap():
 
 
 def test_two_experts_for_one_cluster_and_time_are_refused():
-    with pytest.raises(ValueError, match="more than one expert .* cluster 1 at t from 0 to 1"):
+    with pytest.raises(ValueError, match=r"more than one expert .* cluster 1 at t from 0 to 1"):
         Ensemble([Stub(cluster=0), Stub(cluster=1), Stub(cluster=1)], uniform(2))
 
 

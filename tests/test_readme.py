@@ -1,4 +1,4 @@
-"""Every command in the README runs: in order, in an empty folder, with only the budgets made small."""
+"""Every command in the README runs: in order, in an empty folder, made small."""
 
 import re
 import shlex

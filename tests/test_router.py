@@ -63,10 +63,12 @@ def by_hand(log_probs: list[float], strategy: str, gumbel: list[float]) -> list[
     return [probs[i] / total if i in kept else 0.0 for i in range(k)]
 
 
-STRATEGIES = (
-    "full coupled top-1 top-2 top-6 threshold-0.1 threshold-0.3 threshold-0.9 "
-    "nucleus-0.3 nucleus-0.8 nucleus-0.99 sample-1 sample-3 sample-6 sample-2@0.5 sample-2@3"
-).split()
+STRATEGIES = [
+    *("full", "coupled", "top-1", "top-2", "top-6"),
+    *("threshold-0.1", "threshold-0.3", "threshold-0.9"),
+    *("nucleus-0.3", "nucleus-0.8", "nucleus-0.99"),
+    *("sample-1", "sample-3", "sample-6", "sample-2@0.5", "sample-2@3"),
+]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -171,10 +173,15 @@ def test_strategies_are_parsed(strategy, parsed):
 
 @pytest.mark.parametrize(
     "strategy",
-    "best full-1 coupled-2 top top- top-0 top-1.5 top--1 top-x top-2@1 top-inf top-nan threshold "
-    "threshold-0 threshold-1 threshold-1.5 threshold-0.5@2 nucleus-0 nucleus-1 nucleus-0.5@2 "
-    "sample sample-0 sample-0.5 sample-1@0 sample-1@-1 sample-1@x sample-1@inf sample-inf".split()
-    + ["", "Full", "top 2"],
+    [
+        *("", "best", "Full", "full-1", "coupled-2"),
+        *("top", "top-", "top 2", "top-0", "top-1.5", "top--1", "top-x", "top-2@1"),
+        *("top-inf", "top-nan", "top-1e999"),
+        *("threshold", "threshold-0", "threshold-1", "threshold-1.5", "threshold-0.5@2"),
+        *("nucleus", "nucleus-0", "nucleus-1", "nucleus-0.5@2"),
+        *("sample", "sample-0", "sample-0.5", "sample-1@0", "sample-1@-1", "sample-1@x"),
+        *("sample-1@inf", "sample-1@nan", "sample-inf"),
+    ],
 )
 def test_unknown_strategies_are_refused_with_the_valid_ones(strategy):
     with pytest.raises(ValueError, match="use full, coupled, top-K") as error:
@@ -351,7 +358,7 @@ def test_low_rank_keeps_the_largest_variances_and_the_trace():
 
 
 def test_fewer_images_than_pixels_give_a_covariance_of_that_rank():
-    images, labels = shard(num=20)
+    images, _ = shard(num=20)
     few = ShardStats.measure(images[:4], torch.zeros(4, dtype=torch.long), 0)
     flat = images[:4].flatten(1).double().numpy()
     expected = np.cov(flat.T, bias=True)

@@ -166,7 +166,7 @@ def test_ends_are_exact(dtype):
 
 
 def test_a_table_is_held_at_its_ends():
-    """Outside its range, about +9.2 to -10.1 for DDPM's, the nearest end answers; alpha stays > 0."""
+    """Outside its range, about +9.2 to -10.1 for DDPM, the nearest end answers."""
     schedule = Betas.ddpm()
     low, high = schedule.log_snr(f64(1)).item(), schedule.log_snr(f64(0)).item()
     assert abs(high - math.log(0.9999 / 1e-4)) < 1e-11 and abs(low + 10.118) < 1e-3
