@@ -26,6 +26,7 @@ from ddm_min.training import (
     describe,
     draw_batch,
     drop_labels,
+    my_share,
     normal_like,
     resume_file,
     train,
@@ -106,7 +107,8 @@ def main(argv: list[str] | None = None) -> None:
         x0, labels, _ = draw_batch(dataset, args.batch_size, rng, args.flip)
         labels = drop_labels(labels, dataset.num_classes, args.label_dropout, rng)
         t = draw_times(len(x0), objective.schedule, expert.time_interval, rng).to(x0.device)
-        return loss(model, x0, normal_like(x0, rng), t, labels, objective).mean()
+        x0, eps, t, labels = my_share(x0, normal_like(x0, rng), t, labels)
+        return loss(model, x0, eps, t, labels, objective).mean()
 
     file = args.run / expert.file_name
     expert.model, _ = train(

@@ -26,6 +26,7 @@ from ddm_min.training import (
     describe,
     draw_batch,
     drop_labels,
+    my_share,
     normal_like,
     resume_file,
     train,
@@ -64,6 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         labels = drop_labels(labels, num_classes, args.label_dropout, rng)
         t = draw_times(len(x0), Linear(), (0.0, 1.0), rng).to(x0.device)
         x_t = add_noise(x0, normal_like(x0, rng), t, Linear())
+        x_t, t, labels, rows = my_share(x_t, t, labels, rows)
         return F.nll_loss(model(x_t, t, labels), clusters[rows])
 
     file = args.run / "router.safetensors"

@@ -1,4 +1,4 @@
-"""What change of schedule is worth: the error of exact experts, asked in three ways, in one table.
+"""What change of schedule is worth: the error of exact experts, asked aligned and naively.
 
     python benchmarks/conversion_table.py [--out conversion.json]
 
@@ -8,11 +8,9 @@ the exact marginal velocity; then a mixture of four shards with four different o
 exact router. Float64; error = |velocity - exact| / |exact|, norms over a batch of
 x_t = (1 - t) x0 + t eps.
 
-    aligned     asked at equal log-SNR: conversion.py as everything here uses it
-    naive       asked at the same (x_t, t), read with its own alpha and sigma: `align=False`; all
-                four predictions then carry the same wrong (x0, eps), so their errors are equal
-    as linear   asked at the same (x_t, t) and read with the path's alpha and sigma, as if it had
-                been trained there: with eps, x0_hat = (x_t - t eps_hat) / (1 - t) diverges at t = 1
+    aligned   asked at equal log-SNR: conversion.py as everything here uses it
+    naive     asked at the same (x_t, t), read as if it had been trained on the path (align=False):
+              with eps, x0_hat = (x_t - t eps_hat) / (1 - t), which diverges towards t = 1
 """
 
 import argparse
@@ -34,7 +32,7 @@ from ddm_min.schedule import Betas, Cosine, Linear, add_noise
 
 PATH, TABLE = Linear(), Betas.ddpm()
 SCHEDULES = {"Linear": PATH, "Cosine": Cosine(), "Betas": TABLE}
-ASKED = ("aligned", "naive", "as linear")
+ASKED = ("aligned", "naive")
 MIXED = [("eps", "Cosine"), ("x0", "Betas"), ("v", "Cosine"), ("velocity", "Linear")]
 
 
@@ -44,13 +42,6 @@ def relative_error(velocity, exact: EmpiricalFlow, x0: Tensor, eps: Tensor, time
     x_t = add_noise(x0, eps, t, PATH)
     truth = exact.velocity(x_t, t)
     return float((velocity(x_t, t) - truth).norm() / truth.norm())
-
-
-def ask(flow: EmpiricalFlow, prediction: str, name: str, asked: str):
-    """(model, objective, align) for `velocity_on`: the exact expert, and how its answer is read."""
-    objective = Objective(prediction, SCHEDULES[name])
-    read_as = Objective(prediction, PATH) if asked == "as linear" else objective
-    return flow.expert(objective), read_as, asked == "aligned"
 
 
 def measure(times: list[float], batch: int) -> list[dict]:
@@ -72,19 +63,21 @@ def measure(times: list[float], batch: int) -> list[dict]:
     rows = []
     for prediction in PREDICTIONS:
         for name in SCHEDULES:
-            for asked in ASKED[: 2 if name == "Linear" else 3]:
-                model, objective, align = ask(exact, prediction, name, asked)
+            objective = Objective(prediction, SCHEDULES[name])
+            for asked in ASKED:
 
-                def alone(x_t, t, model=model, objective=objective, align=align):
+                def alone(x_t, t, objective=objective, align=asked == "aligned"):
+                    model = exact.expert(objective)
                     return velocity_on(PATH, model, objective, x_t, t, labels, align)
 
                 rows.append(row(prediction, name, asked, alone))
+    objectives = [Objective(prediction, SCHEDULES[name]) for prediction, name in MIXED]
+    experts = [
+        Expert(EmpiricalFlow(shard, PATH).expert(objective), objective, cluster=k)
+        for k, (shard, objective) in enumerate(zip(shards, objectives, strict=True))
+    ]
     for asked in ASKED:
-        experts = []
-        for k, (prediction, name) in enumerate(MIXED):
-            model, objective, align = ask(EmpiricalFlow(shards[k], PATH), prediction, name, asked)
-            experts.append(Expert(model, objective, cluster=k))
-        mixture = Ensemble(experts, exact_router(shards, PATH), PATH, align=align)
+        mixture = Ensemble(experts, exact_router(shards, PATH), PATH, align=asked == "aligned")
         rows.append(row("all four", "mixed", asked, mixture.field(labels, "full")))
     return rows
 

@@ -7,8 +7,9 @@ information as the expert's own schedule A at
     c = sqrt((alpha_A(s)^2 + sigma_A(s)^2) / (alpha_B(t)^2 + sigma_B(t)^2))
 
 so the expert is asked there. *Change of target*: its answer becomes (x0, eps), and the velocity on
-B is d_alpha_B(t) x0 + d_sigma_B(t) eps. Both are exact; naive conversion (`align=False`) skips the
-first and asks at (x_t, t), which is the mistake that this file exists to measure.
+B is d_alpha_B(t) x0 + d_sigma_B(t) eps. Both are exact. Naive conversion (`align=False`) skips the
+first: it asks at (x_t, t) and reads the answer as if the expert had been trained on B, which is the
+mistake that this file exists to measure.
 """
 
 import torch
@@ -49,10 +50,10 @@ def velocity_on(
     t = 1 (sampling does; proofs do not). x0_at_noise [B, C, H, W]: the mean image, which stands in
     for x0 where an eps prediction says nothing about it (alpha = 0); None means zeros.
     """
-    schedule = objective.schedule
-    s, c = matching_point(path, schedule, t) if align else (t, torch.ones_like(t))
+    schedule = objective.schedule if align else path
+    s, c = matching_point(path, schedule, t)
     x_s = expand(c, x_t) * x_t
-    x0, eps = to_x0_eps(model(x_s, s, labels), x_s, s, objective)
+    x0, eps = to_x0_eps(model(x_s, s, labels), x_s, s, Objective(objective.prediction, schedule))
 
     # At a singular end x_s says nothing about the unknown half, so that half's mean stands in.
     alpha, sigma = expand(schedule.alpha(s), x_t), expand(schedule.sigma(s), x_t)

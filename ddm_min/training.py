@@ -6,11 +6,15 @@ same step whether or not the run was interrupted before it. The average of the w
     ema <- decay ema + (1 - decay) weights,    decay = min(ema_decay, (1 + step) / (10 + step)),
 
 is what is sampled and shipped; the warm-up of its decay lets short runs forget their start.
+
+Several processes may train one model together (torchrun): each draws the whole batch, so all draw
+the same, and takes its rows of it (`my_share`). The batch and the losses are those of one process.
 """
 
 import copy
 import json
 import math
+import os
 import platform
 import signal
 import sys
@@ -22,13 +26,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from ddm_min.data import Dataset, to_float
 from ddm_min.expert import check_writable, described_by, part, read_file, with_prefix, write_file
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SAVE_EVERY = 100  # times what the last save took: saving costs at most 1 % of the time
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,26 @@ def normal_like(x: Tensor, rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(rng.standard_normal(x.shape, dtype=np.float32)).to(x.device)
 
 
+def rank_and_world() -> tuple[int, int]:
+    """(number of this process, how many train this model together): (0, 1) without torchrun."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def my_share(*batch: Tensor) -> tuple[Tensor, ...]:
+    """This process's rows of what all processes have drawn alike."""
+    rank, world = rank_and_world()
+    return tuple(rows.chunk(world)[rank] for rows in batch)
+
+
+def average(value: float, device: torch.device) -> float:
+    """The mean of a number over the processes that train together."""
+    if not dist.is_initialized():
+        return value
+    total = torch.tensor(value, dtype=torch.float32, device=device)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
 def resume_file(file: Path) -> Path:
     """RUN/expert_0.safetensors -> RUN/resume/expert_0.safetensors."""
     return file.parent / "resume" / file.name
@@ -89,7 +116,7 @@ def resume_file(file: Path) -> Path:
 
 def describe(args: Namespace, fingerprint: str) -> dict:
     """The arguments that decide a result: all but the places where things lie."""
-    places = ("data", "run", "device")
+    places = ("data", "run", "device", "classes")
     plain = {name: value for name, value in vars(args).items() if name not in places}
     return json.loads(json.dumps(plain | {"data": fingerprint}))  # as a resume file gives them back
 
@@ -99,6 +126,7 @@ def environment(device: str) -> dict:
     return {
         "device": device,
         "threads": torch.get_num_threads(),
+        "processes": rank_and_world()[1],
         "torch": torch.__version__,
         "machine": platform.machine(),
     }
@@ -137,6 +165,8 @@ class State:
         tensors |= with_prefix("ema", self.ema.state_dict())
         for index, moments in optimizer.items():
             tensors |= with_prefix(f"optimizer.{index}", moments)
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise FloatingPointError(f"weights are no longer finite: {file} stays as it was")
         tensors["losses"] = torch.tensor(self.losses, dtype=torch.float32)
         metadata = {"step": len(self.losses), "arguments": arguments, "environment": environment}
         write_file(file, "resume", tensors, metadata | {"scaler": self.scaler.state_dict()})
@@ -147,13 +177,12 @@ class State:
         self.ema.load_state_dict(part("ema", tensors))
         state = self.optimizer.state_dict()
         self.losses = tensors["losses"].tolist()
-        indices = range(len(state["param_groups"][0]["params"])) if self.losses else ()
-        state["state"] = {index: part(f"optimizer.{index}", tensors) for index in indices}
-        if any(
-            moments.keys() != {"step", "exp_avg", "exp_avg_sq"}
-            for moments in state["state"].values()
-        ):
-            raise ValueError("the optimizer's moments are missing")
+        if self.losses:
+            for index, weight in enumerate(self.model.parameters()):
+                moments = state["state"][index] = part(f"optimizer.{index}", tensors)
+                shapes = {name: moment.shape for name, moment in moments.items()}
+                if shapes != {"step": (), "exp_avg": weight.shape, "exp_avg_sq": weight.shape}:
+                    raise ValueError("the optimizer's moments do not fit the weights")
         self.optimizer.load_state_dict(state)
         self.scaler.load_state_dict(metadata["scaler"])
 
@@ -168,11 +197,8 @@ def check_same(file: Path, stored: dict, given: dict, config: TrainConfig) -> No
         for name in stored.keys() | given.keys()
         if stored.get(name) != given.get(name)
     }
-    if (
-        "steps" in different
-        and config.lr_schedule == "constant"
-        and given["steps"] > stored["steps"]
-    ):
+    before, after = stored.get("steps"), given.get("steps")
+    if config.lr_schedule == "constant" and isinstance(before, int) and (after or 0) > before:
         del different["steps"]
     if different:
         depends = "steps" in different and config.lr_schedule == "cosine"
@@ -194,52 +220,69 @@ def train(
 
     file: the resume file. arguments: what decides the result; an interrupted run goes on only if
     they are the same. Raises FloatingPointError at the first loss or gradient that is not finite;
-    the resume file then still holds the last good state.
+    the resume file then still holds the last good state. Of several processes, only the first
+    returns and writes; the others end here.
     """
-    device = str(next(model.parameters()).device)
-    if config.precision == "fp16" and device == "cpu":
+    (rank, world), device = rank_and_world(), next(model.parameters()).device
+    if config.precision == "fp16" and device.type == "cpu":
         raise ValueError("fp16 training needs a GPU: use --precision fp32 or bf16 on the CPU")
+    if config.batch_size % world:
+        raise ValueError(
+            f"a batch of {config.batch_size} images does not divide among {world} processes"
+        )
     check_writable(file.parent)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=device != "mps"
+        model.parameters(),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        fused=device.type != "mps",
     )
     ema = copy.deepcopy(model).requires_grad_(False).eval()
-    scaler = torch.amp.GradScaler(device.split(":")[0], enabled=config.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = State(model, ema, optimizer, scaler, losses=[])
-    name = file.stem
+    name, here = file.stem, environment(device.type)
     if file.exists():
         tensors, metadata = read_file(file, "resume")
         with described_by(file, "a training state"):
-            stored, state_of = metadata["arguments"], metadata["environment"]
+            stored, state_of = dict(metadata["arguments"]), dict(metadata["environment"])
         check_same(file, stored, arguments, config)
         with described_by(file, "a training state"):
             state.load(tensors, metadata)
-        if len(state.losses) >= config.steps:
-            print(f"{name}: all {config.steps} steps were done earlier, nothing to train")
-            return ema.eval(), state.losses
-        check_same(file, state_of, environment(device), config)
-        print(f"{name}: goes on at step {len(state.losses)}")
+        if len(state.losses) < config.steps:
+            check_same(file, state_of, here, config)
+            news = f"goes on at step {len(state.losses)}"
+        else:
+            news = f"all {config.steps} steps were done earlier, nothing to train"
+        if rank == 0:
+            print(f"{name}: {news}")
 
+    first = len(state.losses)
+    network = model
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if average(first, device) != first:
+            raise ValueError(f"the processes see different files {file}: use a shared disk")
+        network = DistributedDataParallel(model)
     autocast = torch.autocast(
-        device.split(":")[0], PRECISIONS[config.precision], enabled=config.precision != "fp32"
+        device.type, PRECISIONS[config.precision], enabled=config.precision != "fp32"
     )
     parameters, averages = list(model.parameters()), list(ema.parameters())
     last_save, save_seconds = time.monotonic(), 0.1
-    progress = tqdm(total=config.steps, initial=len(state.losses), desc=name, mininterval=0.5)
+    progress = tqdm(total=config.steps, initial=first, desc=name, mininterval=0.5, disable=rank > 0)
     model.train()
     with Stopper() as stopper, progress:
-        while len(state.losses) < config.steps and not stopper.requested:
+        while len(state.losses) < config.steps and not average(stopper.requested, device):
             step = len(state.losses)
             for group in optimizer.param_groups:
                 group["lr"] = config.lr_at(step)
 
             with autocast:
-                loss = batch_loss(model, np.random.default_rng((2, config.seed, step)))
+                loss = batch_loss(network, np.random.default_rng((2, config.seed, step)))
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(parameters, config.clip)
-            loss = loss.item()
+            loss = average(loss.item(), device)
             # fp16 gradients may overflow: the scaler then skips the step and lowers its scale.
             if not (math.isfinite(loss) and (norm.isfinite() or scaler.is_enabled())):
                 raise FloatingPointError(
@@ -255,12 +298,16 @@ def train(
             state.losses.append(loss)
             progress.set_postfix(loss=f"{np.mean(state.losses[-100:]):.4f}", refresh=False)
             progress.update()
-            # Never more often than 100 times what the last save took: at most 1 % of the time.
-            if time.monotonic() - last_save > 100 * save_seconds:
+            if rank == 0 and time.monotonic() - last_save > SAVE_EVERY * save_seconds:
                 start = time.monotonic()
-                state.save(file, arguments, environment(device))
+                state.save(file, arguments, here)
                 last_save, save_seconds = time.monotonic(), time.monotonic() - start
-    state.save(file, arguments, environment(device))
+        if world > 1:
+            dist.destroy_process_group()
+        if rank > 0:
+            sys.exit()
+        if len(state.losses) > first:
+            state.save(file, arguments, here)
     if len(state.losses) < config.steps:
         print(
             f"{name}: stopped after step {len(state.losses)}; the same command goes on from there"

@@ -17,7 +17,7 @@ BUDGETS = {  # name -> (most lines of code, files)
         "schedule analytic objectives conversion dit adaln_single router ensemble sampler fid",
     ),
     "plumbing": (900, "data features partition training expert figures"),
-    "scripts": (600, "cli run train_expert train_router sample convert_ckpt"),
+    "scripts": (600, "cli run train_expert train_router sample convert_ckpt checkpoint"),
 }
 NOT_CODE = {
     tokenize.COMMENT,
