@@ -3,6 +3,8 @@
     python train_expert.py --data digits --run runs/digits --cluster 2
     python train_expert.py --data digits --run runs/digits --cluster 0 --objective ddpm
 
+    python train_expert.py --data digits --run runs/more --cluster all --init other.safetensors
+
 Nothing here knows of other experts. What an island adds to plain training is the line that takes
 its shard, and the statistics of the shard that go into the file.
 """
@@ -18,7 +20,7 @@ from ddm_min.data import to_float
 from ddm_min.dit import PRESETS, DiT, DiTConfig
 from ddm_min.expert import Expert
 from ddm_min.objectives import Objective, draw_times, loss
-from ddm_min.partition import Partition
+from ddm_min.partition import Partition, exported_shard
 from ddm_min.router import ShardStats
 from ddm_min.schedule import Betas, Cosine, Linear
 from ddm_min.training import (
@@ -49,8 +51,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     where.add_argument("--data", default="digits", help=data.NAMES)
     where.add_argument("--run", type=Path, required=True, help="folder of the ensemble")
     where.add_argument("--cluster", required=True, help="a number from the partition, or all")
+    where.add_argument(
+        "--classes", type=Path, help="classes.json, where --data is an exported shard"
+    )
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--objective", default="flow", choices=OBJECTIVES)
+    what.add_argument("--objective", choices=OBJECTIVES, help="default: that of --init, else flow")
     what.add_argument("--schedule", choices=SCHEDULES, help="default: linear for flow, else cosine")
     what.add_argument(
         "--time-interval",
@@ -60,24 +65,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar=("A", "B"),
         help="train for (A, B] of the linear path only: an MDM expert",
     )
-    what.add_argument("--model", default="tiny", choices=PRESETS, help="default: tiny")
-    what.add_argument("--modulation", default="single", choices=("single", "per-block"))
+    what.add_argument("--model", choices=PRESETS, help="default: that of --init, else tiny")
+    what.add_argument(
+        "--modulation", choices=("single", "per-block"), help="default: that of --init, else single"
+    )
+    what.add_argument("--init", help="start from the weights and objective of an expert file")
+    what.add_argument(
+        "--max-weight",
+        type=float,
+        default=25.0,
+        help="cap on a sample's weight where the loss is measured in another space than the "
+        "prediction's (convert_ckpt.py --head keep)",
+    )
     training_arguments(parser, steps=2500, batch_size=32, lr=8e-3)
     return parser.parse_args(argv)
 
 
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    dataset = data.load(args.data)
-    cluster, fingerprint = "all", ""
-    if args.cluster != "all":
-        partition = Partition.load(args.run / "partition.safetensors", dataset)
-        cluster, fingerprint = partition.check_cluster(args.cluster), partition.fingerprint
-        dataset = dataset.subset(partition.assignment == cluster)  # all that this island ever sees
-
-    prediction, usual_schedule = OBJECTIVES[args.objective]
-    objective = Objective(prediction, SCHEDULES[args.schedule or usual_schedule]())
+def new_model(args: argparse.Namespace, dataset: data.Dataset) -> DiT:
+    """An untrained network for this data; what was left out of the arguments is filled in."""
+    args.objective, args.model = args.objective or "flow", args.model or "tiny"
+    args.modulation = args.modulation or "single"
     config = DiTConfig(
         dataset.images.shape[1],
         dataset.images.shape[2:],
@@ -85,10 +92,48 @@ def main(argv: list[str] | None = None) -> None:
         modulation=args.modulation,
         **PRESETS[args.model],
     )
-    stats = ShardStats.measure(to_float(dataset.images), dataset.labels, dataset.num_classes)
     torch.manual_seed(args.seed)
+    return DiT(config).to(args.device)
+
+
+def load_init(args: argparse.Namespace, dataset: data.Dataset) -> tuple[DiT, Objective]:
+    """Network and objective of --init. Raises ValueError where they do not fit data or arguments."""
+    init = Expert.load(args.init, args.device)
+    found = {"image_shape": init.image_shape, **vars(init.model.config)}
+    asked = {"image_shape": tuple(dataset.images.shape[1:]), "num_classes": dataset.num_classes}
+    asked |= PRESETS.get(args.model, {})
+    asked |= {"modulation": args.modulation} if args.modulation else {}
+    unlike = [f"{k} {found[k]} and not {value}" for k, value in asked.items() if found[k] != value]
+    numbers = [str(label) for label in range(len(init.class_names))]  # stand for unknown names
+    pairs = zip(init.class_names, dataset.class_names, strict=False)
+    if init.class_names != numbers and not unlike:
+        unlike = [f"class {a!r} and not {b!r}" for a, b in pairs if a != b][:1]
+    if unlike:
+        raise ValueError(f"--init {args.init} has {'; '.join(unlike)}")
+    if args.schedule and not args.objective:
+        raise ValueError("--schedule belongs to --objective, and --init brings its own of both")
+    return init.model.train().requires_grad_(True), init.objective
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    dataset = data.load(args.data)
+    cluster, fingerprint = "all", ""
+    if args.classes:
+        dataset, cluster, fingerprint = exported_shard(dataset, args.classes, args.cluster)
+    elif args.cluster != "all":
+        partition = Partition.load(args.run / "partition.safetensors", dataset)
+        cluster, fingerprint = partition.check_cluster(args.cluster), partition.fingerprint
+        dataset = dataset.subset(partition.assignment == cluster)  # all that this island ever sees
+
+    model, objective = load_init(args, dataset) if args.init else (new_model(args, dataset), None)
+    if args.objective:
+        prediction, usual_schedule = OBJECTIVES[args.objective]
+        objective = Objective(prediction, SCHEDULES[args.schedule or usual_schedule]())
+    stats = ShardStats.measure(to_float(dataset.images), dataset.labels, dataset.num_classes)
     expert = Expert(
-        DiT(config).to(args.device),
+        model,
         objective,
         cluster,
         tuple(args.time_interval),
@@ -108,14 +153,16 @@ def main(argv: list[str] | None = None) -> None:
         labels = drop_labels(labels, dataset.num_classes, args.label_dropout, rng)
         t = draw_times(len(x0), objective.schedule, expert.time_interval, rng).to(x0.device)
         x0, eps, t, labels = my_share(x0, normal_like(x0, rng), t, labels)
-        return loss(model, x0, eps, t, labels, objective).mean()
+        return loss(model, x0, eps, t, labels, objective, args.max_weight).mean()
 
     file = args.run / expert.file_name
     expert.model, _ = train(
         expert.model, batch_loss, TrainConfig.of(args), resume_file(file), arguments
     )
     expert.save(file)
-    print(f"wrote {file}: {args.objective} on {len(dataset)} images of cluster {cluster}")
+    print(
+        f"wrote {file}: {args.objective or objective.prediction} on {len(dataset)} images of cluster {cluster}"
+    )
 
 
 if __name__ == "__main__":

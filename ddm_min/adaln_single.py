@@ -74,8 +74,8 @@ def fit_residual(
 ) -> tuple[Tensor, Tensor]:
     """(mean_z |S_i - f - E_i|^2, mean_z |S_i|^2) of every block for the best fit; [depth] each.
 
-    From the moments of z alone, z_mean [d] and z_cov [d, d]: the error is (W_i - W)(z - mean z), and
-    mean |A (z - mean z)|^2 = tr(A cov A^T). Any other E' is worse by |E'_i - E_i|^2 per block.
+    From the moments of z alone, z_mean [d] and z_cov [d, d]: the error is (W_i - W)(z - mean z),
+    and mean |A (z - mean z)|^2 = tr(A cov A^T). Any other E' is worse by |E'_i - E_i|^2 per block.
     """
     shared, _, _ = fit_single(weights, biases, z_mean)
     errors, powers = [], []

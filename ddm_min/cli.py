@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable
 
@@ -21,16 +22,19 @@ def one_sentence_errors(main: Callable) -> Callable:
         except (ValueError, OSError, FloatingPointError) as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
 
     return guarded
 
 
 def device(name: str) -> str:
-    """argparse type: "auto" is cuda, else mps, else cpu. Raises ValueError if it is not there."""
-    if name == "auto":
-        if torch.cuda.is_available():
-            return "cuda"
+    """argparse type: "auto" is cuda, else mps, else cpu. Refuses what is not there."""
+    if name == "auto" and not torch.cuda.is_available():
         return "mps" if torch.backends.mps.is_available() else "cpu"
+    if name in ("auto", "cuda"):
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # under torchrun, one GPU per process
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError):

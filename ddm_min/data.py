@@ -151,6 +151,12 @@ def read_image(file: Path) -> np.ndarray:
         return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
 
 
+def write_image(image: Tensor, file: Path) -> None:
+    """One picture, uint8 [1 or 3, H, W], in a folder that is made if it is not there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(file)
+
+
 def load_folder(root: Path) -> Dataset:
     """Pictures of one size below `root`; a class per folder, labels in the names' sorted order.
 

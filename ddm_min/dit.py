@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ddm_min.adaln_single import MODULATIONS
 
+LARGEST = 2**16  # of any size, and of the number of patches: beyond is no network but damage
 FREQUENCIES = 256  # size of the sinusoidal time embedding, as in DiT
 
 
@@ -43,6 +44,16 @@ class DiTConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "image_size", tuple(self.image_size))
+        height, width = self.image_size
+        for size in (self.in_channels, height, width, self.patch_size, self.width, self.depth):
+            if not isinstance(size, int) or not 0 < size <= LARGEST:
+                raise ValueError(f"size {size!r} in {self}: use whole numbers from 1 to {LARGEST}")
+        if height * width > LARGEST * self.patch_size**2:
+            raise ValueError(
+                f"{height} x {width} pixels in patches of {self.patch_size} are too many"
+            )
+        if not isinstance(self.heads, int) or self.heads < 1 or not 0 < self.time_scale < math.inf:
+            raise ValueError(f"{self.heads} heads, time scale {self.time_scale}: must be above 0")
         for size in self.image_size:
             if size % self.patch_size:
                 near = max(size // self.patch_size, 1) * self.patch_size

@@ -1,18 +1,21 @@
 """An expert as one self-describing file, and how any file of this project is written and read.
 
 A file is a safetensors archive: tensors, and one metadata entry `ddm_min` that holds everything
-else as JSON. It is written whole or not at all: to a temporary file, flushed to the disk, renamed.
+else as JSON, with a checksum of it all. It is written whole or not at all: to a temporary file,
+flushed to the disk, renamed.
 """
 
 import json
 import os
 import tempfile
 import textwrap
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,6 +26,7 @@ from ddm_min.objectives import Objective
 from ddm_min.router import LearnedRouter, ShardStats
 
 FORMAT_VERSION = 1
+MOST_CLUSTERS = 100_000  # a cluster beyond this is no cluster but damage
 
 
 @contextmanager
@@ -30,8 +34,11 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which becomes `path` when the block ends without an error.
 
     Flushed to the disk before the rename, so `path` is at any moment the old file or the new one.
+    What an earlier process left when it was killed in here is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in path.parent.glob(f".{path.stem}.*.tmp{path.suffix}"):
+        leftover.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
         yield temporary
@@ -49,10 +56,20 @@ def check_writable(folder: Path) -> None:
         pass
 
 
+def checksum(text: str, tensors: dict[str, Tensor]) -> int:
+    """CRC-32 of all that a file holds, by which a flipped bit is noticed."""
+    crc = zlib.crc32(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+    return crc
+
+
 def write_file(path: Path, kind: str, tensors: dict[str, Tensor], metadata: dict) -> None:
     """Write tensors and metadata to `path`, atomically; an earlier file stays until then."""
-    text = json.dumps({"format_version": FORMAT_VERSION, "kind": kind, **metadata})
+    metadata = {"format_version": FORMAT_VERSION, "kind": kind, **metadata}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(metadata | {"crc32": checksum(json.dumps(metadata), tensors)})
     try:
         with replacing(Path(path)) as temporary:
             save_file(tensors, temporary, metadata={"ddm_min": text})
@@ -67,19 +84,26 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
         raise ValueError(f"there is no {kind} file {path}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = json.loads(file.metadata()["ddm_min"])
-            if metadata["format_version"] > FORMAT_VERSION:
-                raise ValueError(
-                    f"{path} has format {metadata['format_version']} and this program reads up to "
-                    f"{FORMAT_VERSION}: update ddm_min"
-                )
-            if metadata["kind"] != kind:
-                raise ValueError(f"{path} is a {metadata['kind']} file, not a {kind} file")
-            return {name: file.get_tensor(name) for name in file.keys()}, metadata
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+            metadata = dict(json.loads(file.metadata()["ddm_min"]))
+            version, found = int(metadata["format_version"]), metadata["kind"]
+            ours = version <= FORMAT_VERSION and found == kind
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if ours else {}
+        crc = metadata.pop("crc32", None)  # None: of another writer, and read unchecked
+        if ours and crc not in (None, checksum(json.dumps(metadata), tensors)):
+            raise ValueError("its checksum differs")
+    except Exception as error:  # a damaged file can make safetensors, json and torch raise anything
         raise ValueError(
-            f"{path} is damaged or not a ddm_min file ({error}): make it again"
+            f"{path} is damaged or not a ddm_min file ({textwrap.shorten(str(error), 200)}): "
+            f"make it again"
         ) from None
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format {version} and this program reads up to {FORMAT_VERSION}: update "
+            f"ddm_min"
+        )
+    if not ours:
+        raise ValueError(f"{path} is a {found} file, not a {kind} file")
+    return tensors, metadata
 
 
 @contextmanager
@@ -87,7 +111,7 @@ def described_by(path: Path, what: str) -> Iterator[None]:
     """Contents that do not fit each other can raise nearly anything: name the file, in one line."""
     try:
         yield
-    except (ArithmeticError, LookupError, TypeError, RuntimeError, ValueError) as error:
+    except Exception as error:
         reason = textwrap.shorten(str(error), 200)
         raise ValueError(f"{path} does not describe {what} ({reason})") from None
 
@@ -189,12 +213,26 @@ class Expert:
         objective = Objective(**stored | {"schedule": schedule_from_dict(stored["schedule"])})
         known = {f.name: metadata[f.name] for f in fields(cls) if f.name in metadata}
         known |= {"time_interval": tuple(known["time_interval"]), "objective": objective}
+        texts = [*known["class_names"], known["fingerprint"]]
+        cluster = known["cluster"]
+        if not all(isinstance(text, str) for text in texts) or not (
+            cluster == "all" or cluster in range(MOST_CLUSTERS)
+        ):
+            raise ValueError(f"cluster {cluster!r}, class names or fingerprint make no sense")
         return cls(**known | {"model": model, "stats": ShardStats(**stats) if stats else None})
 
 
 def build(network, metadata: dict, weights: dict[str, Tensor], device: str, *arguments):
-    """A network of the stored shape with these weights, ready to be sampled."""
-    model = network(DiTConfig(**metadata["config"]), *arguments)
+    """A network of the stored shape with these weights, ready to be sampled.
+
+    It is made without memory first: a damaged file may ask for any size.
+    """
+    config = DiTConfig(**metadata["config"])
+    if config.depth > len(weights):
+        raise ValueError(f"{len(weights)} tensors cannot be {config.depth} blocks")
+    with torch.device("meta"):
+        network(config, *arguments).load_state_dict(weights, assign=True)  # raises if they differ
+    model = network(config, *arguments)
     model.load_state_dict(weights)
     return model.to(device).eval().requires_grad_(False)
 
@@ -212,4 +250,7 @@ def load_router(path: Path, device: str = "cpu") -> tuple[LearnedRouter, Tensor,
     with described_by(path, "a router"):
         weights = part("model", tensors)
         router = build(LearnedRouter, metadata, weights, device, metadata["num_clusters"])
-        return router, tensors["counts"].to(device), metadata
+        counts = tensors["counts"]
+        if counts.ndim != 2 or len(counts) != router.num_clusters:
+            raise ValueError(f"counts {tuple(counts.shape)} for {router.num_clusters} clusters")
+        return router, counts.to(device), metadata | {"fingerprint": str(metadata["fingerprint"])}

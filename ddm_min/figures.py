@@ -97,7 +97,7 @@ def clusters(dataset: Dataset, partition: Partition, file: Path, columns: int = 
     show_rows(axes[0], images, names)
     axes[0].set_title("random images of each cluster")
     shares = partition.counts / partition.counts.sum(0).clamp(min=1)
-    drawn = axes[1].imshow(shares, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    drawn = axes[1].imshow(shares.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
     axes[1].set_xticks(
         range(shares.shape[1]),
         partition.class_names or ["all"],
@@ -139,7 +139,7 @@ def routing(
     )
     for k, (axis, panel) in enumerate(zip(axes[0], panels, strict=True)):
         drawn = axis.imshow(
-            panel,
+            panel.numpy(),
             vmin=0,
             vmax=1,
             cmap="viridis",

@@ -5,6 +5,10 @@ by their size, merge them; every image goes to the nearest coarse centroid. The 
 who belongs where, and the fingerprint of the data, which every later step is checked against.
 
     python -m ddm_min.partition --data digits --clusters 4 --run runs/digits
+
+With --export DIR, every island gets a folder of its own pictures and needs nothing else:
+
+    python train_expert.py --data folder:DIR/cluster_2 --classes DIR/classes.json --cluster 2 ...
 """
 
 import argparse
@@ -21,7 +25,7 @@ from torch import Tensor
 from ddm_min import data, features
 from ddm_min.cli import not_negative, one_sentence_errors, positive
 from ddm_min.data import Dataset
-from ddm_min.expert import described_by, read_file, write_file
+from ddm_min.expert import described_by, read_file, replacing, write_file
 
 SMALL_SHARD = 32  # fewer images than a usual batch
 
@@ -51,11 +55,7 @@ class Partition:
 
     def check_cluster(self, name: str) -> int:
         """ "2" -> 2. Raises ValueError with the valid range."""
-        if not name.isdecimal() or int(name) >= self.num_clusters:
-            raise ValueError(
-                f"there is no cluster {name!r}: use 0 to {self.num_clusters - 1}, or all"
-            )
-        return int(name)
+        return cluster_number(name, self.num_clusters)
 
     def save(self, path: Path) -> None:
         """Write RUN/partition.safetensors."""
@@ -70,12 +70,24 @@ class Partition:
         with described_by(path, "a partition"):
             names = ("class_names", "data_fingerprint", "features", "seed")
             made = cls(**tensors, **{name: metadata[name] for name in names})
+            assignment, sizes = made.assignment, made.counts.sum(1)
+            low, high = assignment.aminmax()
+            valid = low >= 0 and high < len(sizes)
+            if not (valid and torch.equal(assignment.bincount(minlength=len(sizes)), sizes)):
+                raise ValueError("counts and assignment differ")
         if made.data_fingerprint != dataset.fingerprint():
             raise ValueError(
                 f"{path} was made for other data than --data names: use the same data, or make a "
                 f"new partition in another --run"
             )
         return made
+
+
+def cluster_number(name: str, num_clusters: int) -> int:
+    """ "2" -> 2. Raises ValueError with the valid range."""
+    if not name.isdecimal() or int(name) >= num_clusters:
+        raise ValueError(f"there is no cluster {name!r}: use 0 to {num_clusters - 1}, or all")
+    return int(name)
 
 
 def kmeans(points: np.ndarray, k: int, weights: np.ndarray | None, seed: int) -> np.ndarray:
@@ -146,6 +158,49 @@ def partition(
     )
 
 
+def export(dataset: Dataset, made: Partition, folder: Path) -> None:
+    """Write cluster_k/CLASS/*.png of every cluster, and classes.json: the numbers of classes."""
+    if dataset.images.dtype != torch.uint8 or dataset.images.shape[1] not in (1, 3):
+        raise ValueError("only pictures can be exported: give each island an npz file of its rows")
+    names = dataset.class_names or ["."]
+    for row, (image, label) in enumerate(zip(dataset.images, dataset.labels.tolist(), strict=True)):
+        place = folder / f"cluster_{made.assignment[row]}" / names[label]
+        data.write_image(image, place / f"{row:08d}.png")
+    description = {
+        "class_names": dataset.class_names,
+        "image_shape": list(dataset.images.shape[1:]),
+        "counts": made.counts.tolist(),  # a row per cluster
+        "fingerprint": made.fingerprint,
+    }
+    with replacing(folder / "classes.json") as temporary:
+        temporary.write_text(json.dumps(description))
+
+
+def exported_shard(dataset: Dataset, file: Path, cluster: str) -> tuple[Dataset, int, str]:
+    """(shard, number of its cluster, fingerprint of the partition) from one exported folder.
+
+    Labels get the numbers of the whole class list, also where the shard lacks classes. Raises
+    ValueError if these are not the pictures that were exported for this cluster.
+    """
+    with described_by(file, "an exported partition"):
+        stored = json.loads(file.read_text())
+        names, counts, fingerprint = (stored[x] for x in ("class_names", "counts", "fingerprint"))
+        channels, *size = stored["image_shape"]
+        clusters = [dict(zip(names or [""], row, strict=True)) for row in counts]
+    k = cluster_number(cluster, len(clusters))
+    found = dict(zip(dataset.class_names or [""], dataset.labels.bincount().tolist(), strict=True))
+    expected = {name: number for name, number in clusters[k].items() if number}
+    if found != expected or list(dataset.images.shape[2:]) != size:
+        raise ValueError(
+            f"--data is not cluster {k} of {file}: images per class are {found} and should be "
+            f"{expected}, {size[1]} x {size[0]} pixels"
+        )
+    labels = dataset.labels
+    if names:
+        labels = torch.tensor([names.index(name) for name in dataset.class_names])[labels]
+    return Dataset(dataset.images[:, :channels], labels, names), k, fingerprint
+
+
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     """Split a dataset into K clusters and write RUN/partition.safetensors and RUN/clusters.png."""
@@ -156,6 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--features", default="pixels", help="pixels, inception, labels or random")
     parser.add_argument("--fine", type=positive, help="fine centroids; default min(1024, N / 10)")
     parser.add_argument("--seed", type=not_negative, default=0)
+    parser.add_argument("--export", type=Path, help="also write a folder of pictures per island")
     args = parser.parse_args(argv)
 
     dataset = data.load(args.data)
@@ -166,6 +222,9 @@ def main(argv: list[str] | None = None) -> None:
             f"{file} holds another split, which experts may rest on: use another --run"
         )
     made.save(file)
+    if args.export:
+        export(dataset, made, args.export)
+        print(f"wrote {args.export}/cluster_0 to {made.num_clusters - 1} and classes.json")
     for k, counts in enumerate(made.counts):
         classes = {
             made.class_names[y]: n for y, n in enumerate(counts.tolist()) if n and made.class_names

@@ -58,6 +58,13 @@ class ShardStats:
     rest: Tensor
     value_range: Tensor
 
+    def __post_init__(self):
+        (classes, dims), rank = self.means.shape, len(self.variances)
+        expected = [(classes,), (classes, dims), (dims, rank), (rank,), (), (2,)]
+        shapes = [tuple(x.shape) for x in vars(self).values()]
+        if shapes != expected:
+            raise ValueError(f"statistics of shapes {shapes} do not fit each other")
+
     @classmethod
     def measure(cls, images: Tensor, labels: Tensor, num_classes: int, rank: int = 64):
         """From one shard's images [N, c, h, w] in the model's range and labels [N]."""

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from ddm_min import figures
-from ddm_min.data import to_uint8
+from ddm_min.data import to_uint8, write_image
 from ddm_min.expert import Expert, check_writable, load_router, replacing
 from ddm_min.router import gaussian_router, prior_router
 
@@ -137,7 +136,5 @@ def write_samples(
         figures.sample_grid(images, labels, names, out)
     else:
         for index, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
-            file = out / names[label] / f"{index:06d}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(file)
+            write_image(image, out / names[label] / f"{index:06d}.png")
     print(f"wrote {len(images)} images to {out}")
