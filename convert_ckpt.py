@@ -197,11 +197,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{len(new)} made new ({', '.join(new) or 'none'}), "
         f"{len(dropped)} dropped ({', '.join(patterns) or 'none'})"
     )
-    objective = expert.objective
-    print(
-        f"wrote {args.out}: {objective.prediction} on {type(objective.schedule).__name__}, "
-        f"{args.modulation} modulation, {config}"
-    )
+    print(f"wrote {args.out}: {expert.objective.prediction}, {expert.model.config}")
 
 
 if __name__ == "__main__":

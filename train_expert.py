@@ -97,7 +97,7 @@ def new_model(args: argparse.Namespace, dataset: data.Dataset) -> DiT:
 
 
 def load_init(args: argparse.Namespace, dataset: data.Dataset) -> tuple[DiT, Objective]:
-    """Network and objective of --init. Raises ValueError where they do not fit data or arguments."""
+    """Network and objective of --init. Raises ValueError if it does not fit data or arguments."""
     init = Expert.load(args.init, args.device)
     found = {"image_shape": init.image_shape, **vars(init.model.config)}
     asked = {"image_shape": tuple(dataset.images.shape[1:]), "num_classes": dataset.num_classes}
@@ -160,9 +160,8 @@ def main(argv: list[str] | None = None) -> None:
         expert.model, batch_loss, TrainConfig.of(args), resume_file(file), arguments
     )
     expert.save(file)
-    print(
-        f"wrote {file}: {args.objective or objective.prediction} on {len(dataset)} images of cluster {cluster}"
-    )
+    what = args.objective or objective.prediction
+    print(f"wrote {file}: {what} on {len(dataset)} images of cluster {cluster}")
 
 
 if __name__ == "__main__":

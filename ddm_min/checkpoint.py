@@ -101,7 +101,7 @@ def read_config(file: Path) -> dict:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is no JSON object ({error})") from None
     if config.get("activation_fn", "gelu-approximate") != "gelu-approximate":
-        raise ValueError(f"{file} asks for {config['activation_fn']}, and DiT has gelu-approximate")
+        raise ValueError(f"{file}: activation_fn must be gelu-approximate, as DiT's is")
     names = dict(
         num_attention_heads="heads",
         num_layers="depth",

@@ -75,7 +75,7 @@ def test_router_approaches_the_exact_router_from_above():
         return mean_and_error(cross_entropy(router(x_t, t, labels), cluster) - exact)
 
     before, _ = gap()
-    train(router, batch_loss, 300, rng)
+    train(router, batch_loss, 250, rng)
     after, error = gap()
     print(f"router: exact {exact.mean():.4f}, gap {before:.4f} -> {after:.4f} +- {error:.4f}")
     assert abs(before + exact.mean().item() - np.log(2)) < 1e-6
@@ -100,7 +100,7 @@ def test_expert_approaches_the_exact_posterior_from_above():
 
         with torch.no_grad():
             before, _ = mean_and_error(loss(expert, x0, eps, t, labels, objective) - exact)
-        train(expert, batch_loss, 300, rng)
+        train(expert, batch_loss, 250, rng)
         with torch.no_grad():
             after, error = mean_and_error(loss(expert, x0, eps, t, labels, objective) - exact)
         print(

@@ -235,9 +235,16 @@ def test_B1_stopping_before_the_first_step_is_possible(tmp_path, monkeypatch):
         assert torch.equal(resumed.state_dict()[name], weight), name
 
 
-def test_B1_every_step_has_its_own_randomness():
-    firsts = [np.random.default_rng((2, 0, step)).random() for step in range(3)]
-    assert len(set(firsts)) == 3
+def test_B1_every_step_has_its_own_randomness(tmp_path):
+    drawn = []
+
+    def batch_loss(model, rng):
+        drawn.append(rng.random())
+        return model.weight.square().sum()
+
+    for seed in (0, 1):
+        run(tmp_path / f"{seed}.safetensors", config(20, seed=seed), batch_loss, Scalar())
+    assert len(set(drawn)) == 40
 
 
 def test_B1_seeds_give_different_runs_and_the_same_seed_the_same(tmp_path):

@@ -1,0 +1,166 @@
+"""Kill a training run again and again, and see whether it ends in the same weights to the last bit.
+
+    python -m benchmarks.kill_loop                 # 200 kills, then what checkpoints cost
+    python -m benchmarks.kill_loop --kills 20 --seconds 30
+
+A run is a fork of this process, in which everything is loaded already; so it starts in a moment. It
+saves after every step and tells through a pipe when a save begins and ends, so that SIGKILL comes
+at a random moment of a random step or, half of the time, of the writing of the resume file. The
+same command follows until it ends by itself. At the end the second number: the share of the time
+that saving takes with the usual interval.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import train_expert
+from ddm_min import partition, training
+
+
+def fork(work: Callable[[], None], log: Path) -> int:
+    """Start work() in a copy of this process and return its id; what it prints goes to `log`."""
+    sys.stdout.flush(), sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        sys.stdout = sys.stderr = log.open("a", buffering=1)
+        work()
+        status = 0
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def wait(pid: int, seconds: float = 60) -> int:
+    """The exit status of a process (minus the signal that ended it); a hanging one is killed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise TimeoutError(f"process {pid} did not end within {seconds} s")
+
+
+def saving_every_step(main: Callable, argv: list[str], report: int) -> Callable[[], None]:
+    """main(argv) with a save after every step, each announced by two bytes, "(" and ")"."""
+
+    def work():
+        original = training.State.save
+
+        def save(self, *args):
+            os.write(report, b"(")
+            original(self, *args)
+            os.write(report, b")")
+
+        training.SAVE_EVERY, training.State.save = 0, save
+        main(argv)
+
+    return work
+
+
+def kill_once(main: Callable, argv: list[str], log: Path, rng: random.Random) -> bool:
+    """Start main(argv), kill it at a random moment. False if it had ended by itself."""
+    ear, mouth = os.pipe()
+    pid = fork(saving_every_step(main, argv, mouth), log)
+    os.close(mouth)
+    moments = rng.randint(0, 6)  # starts and ends of saves to wait for; 0: killed while starting
+    heard = all(os.read(ear, 1) for _ in range(moments))  # False: it ended before
+    time.sleep(rng.uniform(0, 0.01) if moments else rng.uniform(0, 0.2))
+    os.kill(pid, signal.SIGKILL)
+    killed = heard and wait(pid) == -signal.SIGKILL
+    os.close(ear)
+    return killed
+
+
+def kill_loop(main: Callable, argv: list[str], run: Path, kills: int, seed: int) -> dict[str, int]:
+    """Kill main(argv) `kills` times, then let it end; what happened, in numbers.
+
+    Raises RuntimeError if it ends before all kills are done (give it more steps) or fails.
+    """
+    rng, log, in_writing = random.Random(seed), run / "log", 0
+    for number in range(kills):
+        if not kill_once(main, argv, log, rng):
+            raise RuntimeError(f"it ended before kill {number + 1}: {log.read_text()[-500:]}")
+        in_writing += bool(list(run.rglob(".*.tmp.*")))
+    status = wait(fork(lambda: main(argv), log), 300)
+    if status:
+        raise RuntimeError(f"it failed with {status}: {log.read_text()[-500:]}")
+    resumed = log.read_text().count("goes on at step")
+    return {"kills": kills, "in_writing": in_writing, "resumed": resumed}
+
+
+def share_of_saving(main: Callable, argv: list[str], seconds: float) -> tuple[float, int]:
+    """(share of the time that saves take, number of saves) of main(argv), stopped after so long."""
+    spent, original, start = [], training.State.save, time.monotonic()
+
+    def save(self, *args):
+        begin = time.monotonic()
+        original(self, *args)
+        spent.append(time.monotonic() - begin)
+
+    training.State.save = save
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        main(argv)
+    except SystemExit:
+        pass  # the usual end of a run that is stopped
+    finally:
+        training.State.save = original
+    return sum(spent) / (time.monotonic() - start), len(spent)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=120, help="length of the second part")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        killed, straight, usual = (Path(folder) / name for name in ("killed", "straight", "usual"))
+        for run in (killed, straight, usual):
+            partition.main(["--data", "digits", "--clusters", "3", "--run", str(run)])
+
+        def argv(run: Path, steps: int) -> list[str]:
+            return f"--run {run} --cluster 0 --steps {steps} --device cpu".split()
+
+        steps = 4 * args.kills + 10
+        train_expert.main(argv(straight, steps))
+        start = time.monotonic()
+        result = kill_loop(train_expert.main, argv(killed, steps), killed, args.kills, args.seed)
+        seconds = time.monotonic() - start
+        name = "expert_0.safetensors"
+        same = all(
+            (killed / place).read_bytes() == (straight / place).read_bytes()
+            for place in (name, f"resume/{name}")
+        )
+        leftovers = len(list(killed.rglob(".*.tmp.*")))
+        print(f"{result} in {seconds:.0f} s; same bytes: {same}; leftovers: {leftovers}")
+        share, saves = share_of_saving(train_expert.main, argv(usual, 10**6), args.seconds)
+        print(f"{saves} saves took {share:.2%} of {args.seconds:.0f} s")
+        sys.exit(not same or leftovers > 0 or share > 0.01)
+
+
+if __name__ == "__main__":
+    main()
