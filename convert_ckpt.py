@@ -36,7 +36,7 @@ from ddm_min.schedule import Betas, Linear
 MODULATION = "trunk.modulation.linear"
 SINGLE = (f"{MODULATION}.weight", f"{MODULATION}.bias", "trunk.modulation.offsets")
 LAST_LAYER = ("head.weight", "head.bias", "final_modulation.weight", "final_modulation.bias")
-NUM_TIMES = 100  # over which the shared modulation is fitted, for all classes each
+NUM_TIMES = 112  # every ninth of 1,000: over these and all classes the shared modulation is fitted
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -123,7 +123,7 @@ def share_modulation(expert: Expert, state: dict, plan: dict, match: str) -> dic
     config = expert.model.config
     depth = config.depth
     weights, biases = (
-        [state[key] for key in plan[name]] if len(plan[name]) > 1 else state[name].chunk(depth)
+        [state[key] for key in plan[name]] if plan[name][1:] else state[plan[name][0]].chunk(depth)
         for name in (f"{MODULATION}.weight", f"{MODULATION}.bias")
     )
     embedders = {

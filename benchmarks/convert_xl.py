@@ -3,9 +3,10 @@
     python benchmarks/convert_xl.py [--out convert_xl.json]
 
 Writes a random checkpoint of 2.7 GB in facebook's, then in diffusers' keys to a temporary
-folder, converts it as it is and to AdaLN-Single, and deletes it. Each conversion is a process of its own;
-its memory is the peak resident size above that of the interpreter with all modules imported, pages
-of memory-mapped files included (Linux: /proc/self/status). The limit is 1.3 x the checkpoint.
+folder, converts it as it is and to AdaLN-Single, and deletes it: about 5 minutes on one core. Each
+conversion is a process of its own; its memory is the peak resident size above that of the
+interpreter with all modules imported, pages of memory-mapped files included (Linux:
+/proc/self/status). The limit is 1.3 x the checkpoint.
 """
 
 import argparse

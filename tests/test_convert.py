@@ -305,6 +305,11 @@ def test_half_precision_is_kept_in_the_file_and_computed_in_float32(tmp_path, dt
     assert expert.model.head.weight.dtype == torch.float32
 
 
+def test_a_network_of_one_block_also_becomes_single(tmp_path):
+    state = facebook_state(depth=1)
+    check_epsilon(convert(saved(tmp_path, state), "--modulation", "single"), state)  # nothing lost
+
+
 def test_half_precision_also_becomes_single(tmp_path):
     state = {key: x.half() for key, x in facebook_state().items()}
     expert = convert(saved(tmp_path, state), "--modulation", "single")
@@ -786,8 +791,10 @@ def test_script_fits_over_times_and_classes_and_prints_each_block(tmp_path, caps
     """The file's E_i and the printed residual, recomputed from the network's own modulation."""
     file = saved(tmp_path, facebook_state())
     plain = convert(file).model.trunk
-    labels = torch.arange(CLASSES + 1).repeat(100)
-    z = plain.condition(torch.linspace(0, 1, 100).repeat_interleave(CLASSES + 1), labels)
+    labels = torch.arange(CLASSES + 1).repeat(convert_ckpt.NUM_TIMES)
+    z = plain.condition(
+        torch.linspace(0, 1, convert_ckpt.NUM_TIMES).repeat_interleave(CLASSES + 1), labels
+    )
     values = plain.modulation(z)  # depth b 6 1 d
     plain.config = replace(plain.config, num_classes=0)
     z_500 = plain.condition(torch.tensor([500 / 999]), torch.tensor([0]))

@@ -217,7 +217,9 @@ def test_prior_router_does_not_look_at_the_image():
     assert torch.allclose(router(x_a, t_a, labels).exp()[0], torch.tensor([0.6, 0.3, 0.1]).double())
 
 
-def random_stats(rank: int, counts: list[int], seed: int, dims: int = 24) -> ShardStats:
+def random_stats(
+    rank: int, counts: list[int], seed: int, dims: int = 24, rest: float = 0.05
+) -> ShardStats:
     rng = np.random.default_rng(seed)
     basis, _ = np.linalg.qr(rng.standard_normal((dims, rank)))
     return ShardStats(
@@ -225,7 +227,7 @@ def random_stats(rank: int, counts: list[int], seed: int, dims: int = 24) -> Sha
         means=torch.from_numpy(rng.standard_normal((len(counts), dims))),
         basis=torch.from_numpy(basis),
         variances=torch.from_numpy(rng.uniform(0.1, 2.0, rank)),
-        rest=torch.tensor(0.0 if rank == dims else 0.05, dtype=torch.float64),
+        rest=torch.tensor(0.0 if rank == dims else rest, dtype=torch.float64),
         value_range=torch.tensor([-1.0, 1.0]),
     )
 
@@ -237,10 +239,14 @@ def covariance(stats: ShardStats) -> torch.Tensor:
     return low_rank + stats.rest * (torch.eye(len(inside), dtype=inside.dtype) - inside)
 
 
-@pytest.mark.parametrize("rank", [24, 5], ids=["full rank", "low rank"])
+@pytest.mark.parametrize("ranks", [(24, 24), (5, 3)], ids=["full rank", "low rank"])
 @pytest.mark.parametrize("path", [Linear(), Cosine()])
-def test_gaussian_router_is_the_posterior_of_dense_gaussians(rank, path):
-    shards = [random_stats(rank, [4, 0, 7], seed=1), random_stats(rank, [2, 9, 1], seed=2)]
+def test_gaussian_router_is_the_posterior_of_dense_gaussians(ranks, path):
+    shards = [
+        random_stats(ranks[0], [4, 0, 7], seed=1),
+        # Another rank and another rest, or an error in the determinant would cancel.
+        random_stats(ranks[1], [2, 9, 1], seed=2, rest=0.2),
+    ]
     x_t, t = queries(batch=8)
     labels = torch.tensor([0, 1, 2, 3] * 2)
     log_joint = torch.full((8, 2), -torch.inf, dtype=torch.float64)
@@ -389,3 +395,36 @@ def test_mean_image_without_classes_is_the_mean_of_the_shard():
     stats = ShardStats.measure(images, torch.zeros(60, dtype=torch.long), 0)
     found = stats.mean_image(torch.zeros(2, dtype=torch.long), null_label=0)
     assert torch.allclose(found, images.flatten(1).mean(0).expand(2, 12), atol=1e-5)
+
+
+def test_threshold_keeps_what_equals_it_and_nucleus_stops_where_it_is_reached():
+    """Probabilities of 1/2, 1/4, 1/4 are exact in binary, and so are their logarithms' inverses."""
+    log_probs = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log()
+    assert log_probs.exp().tolist() == [[0.5, 0.25, 0.25]]
+    gumbel = torch.zeros_like(log_probs)
+    assert select(log_probs, "threshold-0.25", gumbel).tolist() == [[0.5, 0.25, 0.25]]
+    assert select(log_probs, "nucleus-0.5", gumbel).tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_prior_of_a_single_image_is_certain_and_of_an_unknown_class_impossible():
+    router = prior_router(torch.tensor([[1, 0], [0, 0]]), 2)
+    x_t, t = queries(batch=2)
+    log_probs = router(x_t, t, torch.tensor([0, 1]))
+    assert log_probs.tolist() == [[0.0, -math.inf], [-math.inf, -math.inf]]
+
+
+def test_mean_image_of_a_single_image_is_that_image():
+    image = torch.linspace(-1, 1, 24).reshape(1, 2, 3, 4)
+    stats = ShardStats.measure(image, torch.tensor([0]), 2)
+    assert torch.equal(stats.mean_image(torch.tensor([0]), 2)[0], image.flatten())
+
+
+def test_rest_of_a_single_left_direction_is_its_variance():
+    """Rank D - 1 leaves one direction: rest is all of its variance, so the trace is kept."""
+    scale = np.array([9.0, 8, 7, 6, 5, 1]).reshape(1, 2, 3)  # a gap, so that the SVD is exact
+    images = np.random.default_rng(0).standard_normal((50, 1, 2, 3)) * scale
+    images = torch.from_numpy(images).float()
+    stats = ShardStats.measure(images, torch.zeros(50, dtype=torch.long), 1, rank=5)
+    flat = images.flatten(1).double()
+    smallest = np.linalg.eigvalsh(np.cov(flat.T.numpy(), bias=True))[0]
+    assert math.isclose(stats.rest, smallest, rel_tol=1e-3)  # a difference of float32 sums
