@@ -11,8 +11,8 @@ island would that is given a checkpoint:
                                               closed form, and matched at t = 500 as PixArt does
 
 Distance: pixel Frechet distance of 500 samples (30 Euler steps) to the shard. Loss: squared error
-of the velocity on the linear path at 512 fixed (x0, eps, t), which is the same measure for all five.
-About 9 minutes on one core; what is finished is kept in RUN and not done again. Writes RUN/start.json
+of the velocity on the linear path at 512 fixed (x0, eps, t), the same measure for all five. About 9
+minutes on one idle core; what is finished is kept in RUN and not done again. Writes RUN/start.json
 and RUN/start.png.
 """
 
@@ -33,7 +33,7 @@ from ddm_min.expert import Expert
 from ddm_min.features import distance, moments
 from ddm_min.router import prior_router
 from ddm_min.sampler import sample, start_noise
-from ddm_min.schedule import Linear, add_noise, expand
+from ddm_min.schedule import Linear, add_noise
 
 SHARD = 0
 STARTS = {  # name -> (what it is, options of convert_ckpt.py, or None for no checkpoint)
@@ -127,11 +127,8 @@ def plot(results: dict, floor: float, quality: float, file: Path) -> None:
     for axis, key in zip(axes, ("distance", "loss"), strict=True):
         for (name, (what, _)), marker in zip(STARTS.items(), "osD^v", strict=True):
             rows = results[name]
-            steps = [max(int(s), 1) for s in rows]
-            axis.plot(
-                range(len(steps)), [row[key] for row in rows.values()], marker=marker,
-                label=f"({name}) {what}",
-            )  # fmt: skip
+            values = [row[key] for row in rows.values()]
+            axis.plot(range(len(rows)), values, marker=marker, label=f"({name}) {what}")
         axis.set_xticks(range(len(rows)), rows.keys())
         axis.set(xlabel="steps of training on the shard", yscale="log")
         axis.grid(alpha=0.3, which="both")

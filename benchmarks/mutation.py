@@ -51,6 +51,16 @@ EQUIVALENT = {
         "def measure(cls, images: Tensor, labels: Tensor, num_classes: int, rank: int = 64):",
         "64 -> 65",
     ): "a default, not a law",
+    (
+        "ensemble",
+        "for low, high in [*intervals, (1.0, 1.0)]:",
+        "(1.0, 1.0) -> (1.0, 0)",
+    ): "the sentinel starts at 1, so where it ends is never read",
+    (
+        "ensemble",
+        "for low, high in [*intervals, (1.0, 1.0)]:",
+        "(1.0, 1.0) -> (1.0, 2)",
+    ): "the sentinel starts at 1, so where it ends is never read",
     ("router", "number = -1", "-1 -> -0"): "any number that no strategy takes says invalid",
     ("router", "number = -1", "-1 -> -2"): "any number that no strategy takes says invalid",
 }

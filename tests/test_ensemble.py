@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from ddm_min.analytic import EmpiricalFlow, exact_router
 from ddm_min.ensemble import Ensemble, gaps_and_overlaps
 from ddm_min.objectives import DDPM, FLOW, Objective
-from ddm_min.router import prior_router
+from ddm_min.router import ShardStats, prior_router
 from ddm_min.sampler import sample, start_noise
 from ddm_min.schedule import Betas, Cosine, Linear
 
@@ -437,3 +438,75 @@ def test_routing_noise_belongs_to_the_seed():
 
     assert torch.equal(chosen(1), chosen(1))
     assert not torch.equal(chosen(1), chosen(2))
+
+
+# ---------------------------------------------------------------- what a wrong digit would change
+
+
+def test_defaults_are_one_cluster_without_classes():
+    ensemble = Ensemble([Stub()], uniform(1))
+    assert (ensemble.num_clusters, ensemble.num_classes) == (1, 0)
+
+
+def test_a_cluster_with_a_single_image_is_missed():
+    counts = torch.tensor([[5, 0], [0, 1]])
+    with pytest.raises(ValueError, match="no expert answers for cluster 1"):
+        Ensemble([Stub(cluster=0)], uniform(2), num_clusters=2, num_classes=2, counts=counts)
+
+
+def test_a_lost_label_is_explained_by_the_cluster_that_has_its_only_image():
+    counts = torch.tensor([[5, 0], [0, 1]])
+    missing = dict(num_clusters=2, num_classes=2, counts=counts, allow_missing=True)
+    ensemble = Ensemble([Stub(cluster=0)], uniform(2), **missing)
+    with pytest.raises(ValueError, match=r"knows class 1 .* cluster \[1\]"):
+        ensemble.field(torch.tensor([1]), "full")
+
+
+def test_a_time_without_experts_is_explained_with_and_without_counts():
+    for counts in (None, torch.tensor([[5, 1]])):
+        missing = dict(num_classes=2, counts=counts, allow_missing=True)
+        ensemble = Ensemble([Stub(time_interval=(0.5, 1.0))], uniform(1), **missing)
+        with pytest.raises(ValueError, match=r"answers at t = 0\.5"):
+            ensemble.field(torch.tensor([2]), "full")
+
+
+def test_routing_noise_is_keyed_apart_from_start_noise():
+    """Keys start with 1 for routing and with 0 for x_1: the two must never be the same stream."""
+    ensemble = Ensemble([Stub(cluster=k) for k in range(3)], uniform(3))
+    drawn = ensemble.field(null(2), "coupled", seeds=[(7, 0), (7, 4)]).gumbel
+    expected = [np.random.default_rng((1, 7, i, 0)).gumbel(size=3) for i in (0, 4)]
+    assert torch.equal(drawn, torch.tensor(np.stack(expected)))
+    unnamed = ensemble.field(null(2), "coupled").gumbel
+    named = ensemble.field(null(2), "coupled", seeds=[(0, 0), (0, 1)]).gumbel
+    assert torch.equal(unnamed, named)
+
+
+def test_switches_count_images_that_changed_their_main_cluster():
+    """Of three images on two clusters the last one changes, once."""
+    weights = iter([[[0.9, 0.1], [0.9, 0.1], [0.2, 0.8]], [[0.9, 0.1], [0.8, 0.2], [0.7, 0.3]]])
+    experts = [Stub(cluster=k) for k in range(2)]
+    field = Ensemble(experts, lambda *_: torch.tensor(next(weights)).log()).field(null(3), "full")
+    field(noise(3), at(0.6, 3))
+    field(noise(3), at(0.5, 3))
+    assert field.switches == 1
+
+
+def test_pure_noise_shows_an_eps_expert_the_mean_of_the_class():
+    """At t = 1 eps says nothing about x0, so velocity = eps - mean image of the label."""
+    images = torch.stack([torch.full(SHAPE, -0.5), torch.full(SHAPE, 0.25)])
+    expert = Stub(0.0)
+    expert.objective = DDPM
+    expert.stats = ShardStats.measure(images, torch.tensor([0, 1]), 2)
+    field = Ensemble([expert], uniform(1), num_classes=2).field(torch.tensor([0, 1]), "full")
+    assert torch.allclose(field(noise(2), at(1.0, 2)), -images, atol=1e-6)
+
+
+def test_guidance_is_null_plus_scale_times_the_difference():
+    """Conditional 2, unconditional 0.5, scale 3: 0.5 + 3 (2 - 0.5) = 5."""
+
+    def answer(x_t, t, labels):
+        return torch.where(labels == 2, 0.5, 2.0)[:, None, None, None].expand_as(x_t)
+
+    field = Ensemble([Stub(answer)], uniform(1), num_classes=2)
+    velocity = field.field(torch.tensor([1]), "full", guidance_scale=3.0)(noise(1), at(0.5, 1))
+    assert torch.allclose(velocity, torch.tensor(5.0), atol=1e-5)
