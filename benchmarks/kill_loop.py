@@ -80,21 +80,25 @@ def saving_every_step(main: Callable, argv: list[str], report: int) -> Callable[
     return work
 
 
-def kill_once(main: Callable, argv: list[str], log: Path, rng: random.Random) -> bool:
+def cut_files(run: Path) -> list[Path]:
+    """Temporary files: of a write that goes on, or of a process that was killed in one."""
+    return list(run.rglob(".*.tmp.*"))
+
+
+def kill_once(main: Callable, argv: list[str], run: Path, rng: random.Random) -> bool:
     """Start main(argv), kill it at a random moment. False if it had ended by itself."""
     ear, mouth = os.pipe()
-    pid = fork(saving_every_step(main, argv, mouth), log)
+    pid = fork(saving_every_step(main, argv, mouth), run / "log")
     os.close(mouth)
-    moments = rng.randint(0, 6)  # begins and ends of saves to wait for; 0: killed while starting
-    times = [time.monotonic()]
-    while len(times) <= moments and os.read(ear, 1):
-        times.append(time.monotonic())
-    ended = len(times) <= moments
-    # what comes next, writing or a step, took about as long the last time
-    last = times[-2] - times[-3] if moments > 2 else 0.05
-    time.sleep(rng.uniform(0, last))
+    # Begins and ends of writing to wait for; 0: killed while starting; odd: while writing.
+    moments = rng.choice((0, 1, 1, 2, 3, 3, 4, 5, 5, 6))
+    heard = sum(len(os.read(ear, 1)) for _ in range(moments))
+    deadline = time.monotonic() + 0.1
+    while moments % 2 and time.monotonic() < deadline and not cut_files(run):
+        pass
+    time.sleep(max(0, rng.uniform(-0.002, 0.005)) if moments else rng.uniform(0, 0.2))
     os.kill(pid, signal.SIGKILL)
-    killed = not ended and wait(pid) == -signal.SIGKILL
+    killed = heard == moments and wait(pid) == -signal.SIGKILL
     os.close(ear)
     return killed
 
@@ -106,9 +110,9 @@ def kill_loop(main: Callable, argv: list[str], run: Path, kills: int, seed: int)
     """
     rng, log, in_writing = random.Random(seed), run / "log", 0
     for number in range(kills):
-        if not kill_once(main, argv, log, rng):
+        if not kill_once(main, argv, run, rng):
             raise RuntimeError(f"it ended before kill {number + 1}: {log.read_text()[-500:]}")
-        in_writing += bool(list(run.rglob(".*.tmp.*")))
+        in_writing += bool(cut_files(run))
     status = wait(fork(lambda: main(argv), log), 300)
     if status:
         raise RuntimeError(f"it failed with {status}: {log.read_text()[-500:]}")
@@ -164,7 +168,7 @@ def main() -> None:
             (killed / place).read_bytes() == (straight / place).read_bytes()
             for place in (name, f"resume/{name}")
         )
-        leftovers = len(list(killed.rglob(".*.tmp.*")))
+        leftovers = len(cut_files(killed))
         print(f"{result} in {seconds:.0f} s; same bytes: {same}; leftovers: {leftovers}")
         share, saves = share_of_saving(train_expert.main, argv(usual, 10**6), args.seconds)
         print(f"{saves} saves took {share:.2%} of {args.seconds:.0f} s")

@@ -160,7 +160,7 @@ def loss(
 def draw_times(
     num: int, schedule: Schedule, time_interval: tuple[float, float], rng: np.random.Generator
 ) -> Tensor:
-    """Uniform t on `schedule` inside the half-open (a, b] of `time_interval`: float32 [num].
+    """Uniform t on `schedule` in the half-open (a, b] of `time_interval`, rounded: float32 [num].
 
     The interval is given on the linear path; its ends move to `schedule` at equal log-SNR, so that
     experts of different schedules split the same noise levels between them (MDM).

@@ -110,8 +110,11 @@ class Betas:
         )
 
     def __post_init__(self):
-        if len(self.betas) < 2 or not all(0 < beta < 1 for beta in self.betas):
-            raise ValueError("a beta table needs at least 2 entries, all strictly between 0 and 1")
+        inside = all(0 < beta < 1 for beta in self.betas)
+        if len(self.betas) < 2 or not inside or not (self.table.diff() < 0).all():
+            raise ValueError(
+                "a beta table needs at least 2 entries between 0 and 1 that lower log-SNR each"
+            )
 
     @cached_property
     def table(self) -> Tensor:

@@ -218,3 +218,9 @@ def test_expand_adds_the_axes_of_an_image():
     assert expand(per_sample, torch.zeros(5, 2, 4, 3)).shape == (5, 1, 1, 1)
     assert expand(per_sample, torch.zeros(5, 7)).shape == (5, 1)
     assert expand(per_sample, torch.zeros(5, 7))[:, 0].tolist() == per_sample.tolist()
+
+
+def test_a_table_whose_log_snr_does_not_fall_is_refused():
+    """1 - 1e-18 rounds to 1: the entry would repeat its predecessor and have no time of its own."""
+    with pytest.raises(ValueError, match="lower log-SNR"):
+        Betas((0.5, 1e-18))

@@ -474,6 +474,15 @@ def test_heun_ends_with_euler():
     assert asked == [1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25]
 
 
+def test_one_step_is_enough_and_none_is_refused():
+    """One Euler step from t = 1 to 0 is x - velocity; no step, or another method, is an error."""
+    noise = normal(0, 5, *SHAPE)
+    assert torch.equal(sample(lambda x, t: 3 * x, noise, 1), noise - 3 * noise)
+    for num_steps, method in ((0, "euler"), (4, "rk4")):
+        with pytest.raises(ValueError, match="euler or heun"):
+            sample(lambda x, t: x, noise, num_steps, method)
+
+
 # 7. A lone epsilon expert
 
 
