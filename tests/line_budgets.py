@@ -1,7 +1,8 @@
 """The line budgets of the design, which `make check` enforces: how much program a student reads.
 
-Counted are lines of code. Blank lines, comments and docstrings are printed beside them and do not
-count: a budget that charged for an equation in a docstring would be paid by leaving it out.
+The design says "about", which is read here as at most 20 % more. Counted are lines of code. Blank
+lines, comments and docstrings are printed beside them and do not count: a budget that charged for
+an equation in a docstring would be paid by leaving it out.
 """
 
 import ast
@@ -11,6 +12,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+ABOUT = 1.2
 BUDGETS = {  # name -> (most lines of code, files)
     "maths": (
         1200,
@@ -60,9 +62,9 @@ def main() -> None:
     for name, (most, files) in BUDGETS.items():
         counts = {file: count(file) for file in files.split()}
         code, lines = (sum(pair) for pair in zip(*counts.values(), strict=True))
-        wrong |= code > most
-        print(f"{name}: {code} of {most} lines of code ({lines} lines in all)")
-        if code > most:
+        wrong |= code > ABOUT * most
+        print(f"{name}: {code} of about {most} lines of code ({lines} lines in all)")
+        if code > ABOUT * most:
             print(f"  TOO MANY: { {file: pair[0] for file, pair in counts.items()} }")
     counted = {file for _, files in BUDGETS.values() for file in files.split()}
     found = {file.stem for file in [*ROOT.glob("ddm_min/*.py"), *ROOT.glob("*.py")]}
