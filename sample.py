@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ddm_min.cli import device, not_negative, one_sentence_errors, positive
+from ddm_min.cli import amount, device, not_negative, one_sentence_errors, positive
 from ddm_min.ensemble import Ensemble
 from ddm_min.router import STRATEGIES
 from ddm_min.run import check_out, choose_labels, load_run, write_samples
@@ -39,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="ddim and ddpm run on a lone expert's own schedule",
     )
     parser.add_argument("--num-steps", type=positive, default=50, help="solver steps; default: 50")
-    parser.add_argument("--guidance-scale", type=float, default=1.0, help="1 is no guidance")
+    parser.add_argument("--guidance-scale", type=amount, default=1.0, help="1 is no guidance")
     parser.add_argument(
         "--allow-missing",
         action="store_true",
@@ -61,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     run = load_run(args.run, args.router, args.device)
-    labels = choose_labels(args.label, args.num, run.class_names).to(args.device)
+    labels = choose_labels(args.label, args.num, run.class_names, run.counts).to(args.device)
     path = Linear()
     if args.solver in ("ddim", "ddpm"):
         if len(run.experts) != 1 or run.experts[0].objective.schedule == path:

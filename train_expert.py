@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ddm_min import data
-from ddm_min.cli import one_sentence_errors, training_arguments
+from ddm_min.cli import amount, one_sentence_errors, training_arguments
 from ddm_min.data import to_float
 from ddm_min.dit import PRESETS, DiT, DiTConfig
 from ddm_min.expert import Expert
@@ -72,7 +72,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--init", help="start from the weights and objective of an expert file")
     what.add_argument(
         "--max-weight",
-        type=float,
+        type=amount,
         default=25.0,
         help="cap on a sample's weight where the loss is measured in another space than the "
         "prediction's (convert_ckpt.py --head keep)",

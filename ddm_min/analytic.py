@@ -60,7 +60,7 @@ class EmpiricalFlow:
         return log_weights
 
     def log_density(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """log p_t(x_t), [B]. Minus infinity or huge near sigma = 0, as the density is there."""
+        """log p_t(x_t), [B]; needs sigma > 0, where there is a density."""
         dims = x_t[0].numel()
         sigma = self.schedule.sigma(t)
         log_normalizer = dims / 2 * torch.log(2 * torch.pi * sigma**2)
@@ -89,7 +89,7 @@ class EmpiricalFlow:
         return d_alpha * x0 + d_sigma * self._eps_given_x0(x_t, t, x0)
 
     def score(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """grad log p_t(x_t) = -E[eps | x_t] / sigma, [B, C, H, W]."""
+        """grad log p_t(x_t) = -E[eps | x_t] / sigma, [B, C, H, W]; needs sigma > 0."""
         return -self.eps(x_t, t) / expand(self.schedule.sigma(t), x_t)
 
     def expert(self, objective: Objective) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

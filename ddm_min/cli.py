@@ -56,25 +56,44 @@ def not_negative(text: str) -> int:
     return int(text)
 
 
+def amount(text: str) -> float:
+    """argparse type: a finite number from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number from 0")
+    return value
+
+
+def share(text: str) -> float:
+    """argparse type: a number from 0 to 1."""
+    value = amount(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
 def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     """The arguments that training an expert and training a router share; see TrainConfig."""
     how = parser.add_argument_group("optimisation")
     how.add_argument("--steps", type=positive, default=defaults["steps"])
     how.add_argument("--batch-size", type=positive, default=defaults["batch_size"])
     how.add_argument(
-        "--lr", type=float, default=defaults["lr"], help="AdamW; default 8e-3, for tiny"
+        "--lr", type=amount, default=defaults["lr"], help="AdamW; default 8e-3, for tiny"
     )
     how.add_argument("--lr-schedule", default="cosine", choices=("cosine", "constant"))
     how.add_argument(
         "--warmup", type=not_negative, default=100, help="steps of rising learning rate"
     )
-    how.add_argument("--weight-decay", type=float, default=0.0)
+    how.add_argument("--weight-decay", type=amount, default=0.0)
     how.add_argument(
-        "--ema-decay", type=float, default=0.9999, help="of the weights that are shipped"
+        "--ema-decay", type=share, default=0.9999, help="of the weights that are shipped"
     )
-    how.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    how.add_argument("--clip", type=amount, default=1.0, help="largest gradient norm")
     how.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
-    how.add_argument("--label-dropout", type=float, default=0.1, help="share of null labels")
+    how.add_argument("--label-dropout", type=share, default=0.1, help="share of null labels")
     how.add_argument("--flip", action="store_true", help="mirror half of the images (not digits!)")
     how.add_argument("--seed", type=not_negative, default=0)
     how.add_argument("--device", type=device, default="auto", help="auto, cuda, mps or cpu")

@@ -126,6 +126,8 @@ def load_npz(file: Path) -> Dataset:
     ):
         raise ValueError(f"{file}: arr_0 must be uint8 [N, H, W, C] or finite float32 [N, C, H, W]")
     if images.dtype == np.uint8:
+        if images.shape[3] not in (1, 3):
+            raise ValueError(f"{file}: arr_0 has {images.shape[3]} channels: pictures have 1 or 3")
         images = images.transpose(0, 3, 1, 2)
     labels = arrays.get("arr_1", np.zeros(len(images), dtype=np.int64))
     whole = labels.shape == (len(images),) and labels.dtype.kind in "iu"

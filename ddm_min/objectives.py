@@ -26,7 +26,8 @@ class Objective:
     """What the network outputs, on which schedule, and in which space its error is measured.
 
     prediction: "eps", "x0", "v" or "velocity". loss_space: one of the same; None means the
-    prediction's own. Raises ValueError for any other name.
+    prediction's own. As a loss space, velocity is the linear path's at equal log-SNR, whatever the
+    schedule. Raises ValueError for any other name.
     """
 
     prediction: str

@@ -55,7 +55,11 @@ class Partition:
 
     def check_cluster(self, name: str) -> int:
         """ "2" -> 2. Raises ValueError with the valid range."""
-        return cluster_number(name, self.num_clusters)
+        if not name.isdecimal() or int(name) >= self.num_clusters:
+            raise ValueError(
+                f"there is no cluster {name!r}: use 0 to {self.num_clusters - 1}, or all"
+            )
+        return int(name)
 
     def save(self, path: Path) -> None:
         """Write RUN/partition.safetensors."""
@@ -81,13 +85,6 @@ class Partition:
                 f"new partition in another --run"
             )
         return made
-
-
-def cluster_number(name: str, num_clusters: int) -> int:
-    """ "2" -> 2. Raises ValueError with the valid range."""
-    if not name.isdecimal() or int(name) >= num_clusters:
-        raise ValueError(f"there is no cluster {name!r}: use 0 to {num_clusters - 1}, or all")
-    return int(name)
 
 
 def kmeans(points: np.ndarray, k: int, weights: np.ndarray | None, seed: int) -> np.ndarray:
@@ -185,20 +182,23 @@ def exported_shard(dataset: Dataset, file: Path, cluster: str) -> tuple[Dataset,
     with described_by(file, "an exported partition"):
         stored = json.loads(file.read_text())
         names, counts, fingerprint = (stored[x] for x in ("class_names", "counts", "fingerprint"))
-        channels, *size = stored["image_shape"]
+        shape = list(stored["image_shape"])
+        images = dataset.images[:, : shape[0]]  # gray pictures are read as three equal channels
         clusters = [dict(zip(names or [""], row, strict=True)) for row in counts]
-    k = cluster_number(cluster, len(clusters))
+    if not cluster.isdecimal() or int(cluster) >= len(clusters):
+        raise ValueError(f"{file} has no cluster {cluster!r}, but {len(clusters)}, from 0")
+    k = int(cluster)
     found = dict(zip(dataset.class_names or [""], dataset.labels.bincount().tolist(), strict=True))
     expected = {name: number for name, number in clusters[k].items() if number}
-    if found != expected or list(dataset.images.shape[2:]) != size:
+    if found != expected or list(images.shape[1:]) != shape:
         raise ValueError(
             f"--data is not cluster {k} of {file}: images per class are {found} and should be "
-            f"{expected}, {size[1]} x {size[0]} pixels"
+            f"{expected}, of shape {shape}"
         )
     labels = dataset.labels
     if names:
         labels = torch.tensor([names.index(name) for name in dataset.class_names])[labels]
-    return Dataset(dataset.images[:, :channels], labels, names), k, fingerprint
+    return Dataset(images, labels, names), k, str(fingerprint)
 
 
 @one_sentence_errors

@@ -177,7 +177,7 @@ def select(log_probs: Tensor, strategy: str, gumbel: Tensor) -> Tensor:
         coupled      all on argmax_k (log p_k + g_k), g fixed for the whole trajectory
         top-k        the k largest p, renormalised                            DDM table 1
         threshold-p  every p_k >= p (at least the largest), renormalised
-        nucleus-p    the fewest largest that together reach p, renormalised
+        nucleus-p    the fewest largest that together reach p, renormalised (DDM draws one of them)
         sample-n     n experts without replacement (Gumbel top-n), equal weights
 
     gumbel: standard Gumbel noise; only `coupled` and `sample-n` use it. -inf in log_probs is an

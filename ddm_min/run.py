@@ -89,16 +89,22 @@ def shard_stats(experts: list[Expert]) -> list:
     return [by_cluster.get(k) for k in range(max(by_cluster) + 1)]
 
 
-def choose_labels(label: str | None, num: int, class_names: list[str]) -> Tensor:
+def choose_labels(
+    label: str | None, num: int, class_names: list[str], counts: Tensor | None = None
+) -> Tensor:
     """The class of each image, sorted: one class, or all in equal shares (None), [num].
 
-    "none" is the null class. Raises ValueError, with the valid names, for an unknown class.
+    counts [K, C]: classes without a single image get no share. "none" is the null class. Raises
+    ValueError, with the valid names, for an unknown class.
     """
     null_label = len(class_names)
     if label == "none" or (label is None and not class_names):
         return torch.full((num,), null_label)
     if label is None:
-        return (torch.arange(num) % null_label).sort().values
+        known = torch.arange(null_label)
+        if counts is not None:
+            known = counts.sum(0).nonzero()[:, 0].cpu()
+        return known[torch.arange(num) % len(known)].sort().values
     if label in class_names:
         index = class_names.index(label)
     elif label.isdecimal() and int(label) < null_label:
@@ -117,7 +123,13 @@ def check_out(out: Path, latents: bool) -> None:
         raise ValueError(
             f"the experts draw latents, not pictures: use --out samples.npz, not {out}"
         )
-    check_writable(out.parent if out.suffix in (".png", ".npz") else out)
+    if out.suffix not in ("", ".png", ".npz"):
+        raise ValueError(f"--out {out}: use a .png file, an .npz file, or a folder without suffix")
+    if out.suffix and out.is_dir():
+        raise ValueError(f"--out {out} is a folder: name a file, or a folder without suffix")
+    if not out.suffix and out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out {out.resolve()} is not empty: use a new folder")
+    check_writable(out.parent if out.suffix else out)
 
 
 def write_samples(

@@ -1,6 +1,7 @@
 """Checkpoints of others become experts: the same epsilon, every key explained, no code run."""
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -33,6 +34,7 @@ TOKENS = (SIZE // PATCH) ** 2
 # ---------------------------------------------------------------- facebook's DiT, written anew
 
 
+@functools.cache
 def position_table(side: int, width: int) -> torch.Tensor:
     """Facebook's pos_embed, entry by entry: sines and cosines of the column, then of the row."""
     rows = []
@@ -194,7 +196,8 @@ def test_epsilon_is_the_networks_at_every_integer_time(tmp_path, learned_sigma, 
     assert torch.equal((n / 999) * 999, n.float())  # float32 gives back each integer exactly
     reference = facebook_forward(state, x, n, labels)[:, :CHANNELS]
     eps = expert.model(x, n / 999, labels)
-    assert max(relative(eps[i], reference[i]) for i in range(1000)) < 1e-5
+    error = (eps - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
+    assert error.max() < 1e-5
 
 
 def test_architecture_is_read_from_the_tensors(tmp_path):
@@ -823,8 +826,10 @@ def train(run: Path, *options) -> Expert:
     return Expert.load(run / "expert_all.safetensors")
 
 
-@pytest.mark.parametrize("head", [None, "keep", "reinit"])
-@pytest.mark.parametrize("modulation", ["per-block", "single"])
+@pytest.mark.parametrize(
+    ("head", "modulation"),
+    [(None, "per-block"), ("keep", "per-block"), ("reinit", "per-block"), ("keep", "single")],
+)
 def test_training_starts_from_any_converted_file(tmp_path, head, modulation):
     options = ["--modulation", modulation, *(["--head", head] if head else [])]
     init = convert(digits_checkpoint(tmp_path), *options)
@@ -834,7 +839,8 @@ def test_training_starts_from_any_converted_file(tmp_path, head, modulation):
     weights = trained.model.state_dict()
     assert all(torch.allclose(x, weights[key]) for key, x in init.model.state_dict().items())
     assert trained.stats is not None and trained.step == 2
-    assert train(tmp_path / "flow", "--init", file, "--objective", "flow").objective == FLOW
+    if head == "keep":
+        assert train(tmp_path / "flow", "--init", file, "--objective", "flow").objective == FLOW
 
 
 def test_training_moves_on_from_the_init(tmp_path):
