@@ -515,6 +515,11 @@ def test_help_says_what_the_script_is_for(name, capsys):
         ("train_expert", ["--run", "run", "--cluster", "0", "--steps", "1.5"]),
         ("train_expert", ["--run", "run", "--cluster", "0", "--objective", "best"]),
         ("train_router", ["--run", "run", "--batch-size", "many"]),
+        ("train_router", ["--run", "run", "--clip", "-1"]),
+        ("train_router", ["--run", "run", "--lr", "nan"]),
+        ("train_expert", ["--run", "run", "--cluster", "0", "--label-dropout", "2"]),
+        ("train_expert", ["--run", "run", "--cluster", "0", "--ema-decay", "inf"]),
+        ("train_expert", ["--run", "run", "--cluster", "0", "--max-weight", "-1"]),
         ("partition", ["--run", "run", "--clusters", "²"]),
         ("figures", ["losses"]),
     ],
@@ -524,3 +529,29 @@ def test_G1_malformed_options_end_with_usage_and_exit_code_2(name, words, capsys
         MAINS[name](words)
     assert end.value.code == 2
     assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_output_that_would_be_mistaken_is_refused_before_sampling(digits_run, tmp_path):
+    """Another suffix, a folder that is called like a file, a folder with other pictures in it."""
+    (tmp_path / "d.png").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "old.png").write_bytes(b"")
+    for out, match in (("o.jpg", "use a .png file"), ("d.png", "is a folder"), ("full", "empty")):
+        refused(tmp_path, "sample", digits_run, "--out", tmp_path / out, match=match)
+
+
+def test_classes_without_images_get_no_share(tmp_path):
+    """Labels 2 and 5 only: a plain sample.py draws these two and does not ask for the others."""
+    images = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 1), dtype=np.uint8)
+    np.savez(tmp_path / "few.npz", arr_0=images, arr_1=np.array([2, 5] * 10))
+    name = f"npz:{tmp_path / 'few.npz'}"
+    call("train_expert", "--data", name, "--run", tmp_path, "--cluster", "all", *SHORT)
+    out = tmp_path / "s.npz"
+    call("sample", tmp_path, "--num", 4, "--num-steps", 2, "--device", "cpu", "--out", out)
+    assert np.load(out)["arr_1"].tolist() == [2, 2, 5, 5]
+
+
+def test_pictures_of_five_channels_are_refused_as_data(tmp_path):
+    np.savez(tmp_path / "five.npz", arr_0=np.zeros((4, 8, 8, 5), dtype=np.uint8))
+    with pytest.raises(ValueError, match="5 channels"):
+        data.load(f"npz:{tmp_path / 'five.npz'}")
