@@ -224,3 +224,5 @@ def test_a_table_whose_log_snr_does_not_fall_is_refused():
     """1 - 1e-18 rounds to 1: the entry would repeat its predecessor and have no time of its own."""
     with pytest.raises(ValueError, match="lower log-SNR"):
         Betas((0.5, 1e-18))
+    with pytest.raises(ValueError, match="lower log-SNR"):
+        Betas((0.0, 0.5))  # no noise at all at n = 0: an infinite log-SNR cannot be interpolated
