@@ -51,6 +51,7 @@ NASTY = [
     10**9, 2**31, 2**63, 10**30, "", "x", "0", "all", "Linear", "../x", "\u00e9\u20ac", "9" * 400,
     [], [0], [1, 2], [2, 2], [[]], ["x"], [None], {}, {"name": "Betas", "betas": [0.5] * 3},
 ]  # fmt: skip
+MOST_MEMORY, SECONDS = 4 * 2**30, 5  # that reading one file may take
 DTYPES = [torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16]
 
 
@@ -339,15 +340,15 @@ def too_slow(*_):
 
 
 @contextlib.contextmanager
-def limits(gigabytes: float = 4, seconds: int = 5):
+def limits():
     """No reader may take long or much memory: a file that asks for it is to be refused before."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * resource.getpagesize() + int(gigabytes * 2**30)
+    most = pages * resource.getpagesize() + MOST_MEMORY
     before = signal.signal(signal.SIGALRM, too_slow)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:
-        yield lambda: signal.alarm(seconds)
+        yield lambda: signal.alarm(SECONDS)
     finally:
         signal.alarm(0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

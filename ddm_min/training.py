@@ -176,7 +176,7 @@ class State:
         self.model.load_state_dict(part("model", tensors))
         self.ema.load_state_dict(part("ema", tensors))
         state = self.optimizer.state_dict()
-        self.losses = tensors["losses"].tolist()
+        self.losses = tensors["losses"].flatten().tolist()
         if self.losses:
             for index, weight in enumerate(self.model.parameters()):
                 moments = state["state"][index] = part(f"optimizer.{index}", tensors)
