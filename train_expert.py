@@ -58,13 +58,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--objective", choices=OBJECTIVES, help="default: that of --init, else flow")
     what.add_argument("--schedule", choices=SCHEDULES, help="default: linear for flow, else cosine")
     what.add_argument(
-        "--time-interval",
-        type=float,
-        nargs=2,
-        default=(0.0, 1.0),
-        metavar=("A", "B"),
+        "--time-interval", type=float, nargs=2, default=(0.0, 1.0), metavar=("A", "B"),
         help="train for (A, B] of the linear path only: an MDM expert",
-    )
+    )  # fmt: skip
     what.add_argument("--model", choices=PRESETS, help="default: that of --init, else tiny")
     what.add_argument(
         "--modulation", choices=("single", "per-block"), help="default: that of --init, else single"
@@ -86,12 +82,9 @@ def new_model(args: argparse.Namespace, dataset: data.Dataset) -> DiT:
     args.objective, args.model = args.objective or "flow", args.model or "tiny"
     args.modulation = args.modulation or "single"
     config = DiTConfig(
-        dataset.images.shape[1],
-        dataset.images.shape[2:],
-        dataset.num_classes,
-        modulation=args.modulation,
-        **PRESETS[args.model],
-    )
+        dataset.images.shape[1], dataset.images.shape[2:], dataset.num_classes,
+        modulation=args.modulation, **PRESETS[args.model],
+    )  # fmt: skip
     torch.manual_seed(args.seed)
     return DiT(config).to(args.device)
 
@@ -133,18 +126,9 @@ def main(argv: list[str] | None = None) -> None:
         objective = Objective(prediction, SCHEDULES[args.schedule or usual_schedule]())
     stats = ShardStats.measure(to_float(dataset.images), dataset.labels, dataset.num_classes)
     expert = Expert(
-        model,
-        objective,
-        cluster,
-        tuple(args.time_interval),
-        stats,
-        dataset.class_names,
-        fingerprint,
-        args.label_dropout,
-        args.steps,
-        args.seed,
-        dataset.images.is_floating_point(),
-    )
+        model, objective, cluster, tuple(args.time_interval), stats, dataset.class_names,
+        fingerprint, args.label_dropout, args.steps, args.seed, dataset.images.is_floating_point(),
+    )  # fmt: skip
     arguments = describe(args, dataset.fingerprint())
     dataset = dataset.to(args.device)
 
