@@ -305,7 +305,7 @@ def train(
         if world > 1:
             dist.destroy_process_group()
         if rank > 0:
-            sys.exit()
+            sys.exit()  # what is left is to write the files, once
         if len(state.losses) > first:
             state.save(file, arguments, here)
     if len(state.losses) < config.steps:

@@ -422,3 +422,24 @@ def test_B5_fp16_is_refused_on_a_cpu_and_bf16_is_another_run(tmp_path, capsys):
     said = sentence(capsys, train_expert.main, f"{argv} --precision fp32 --steps 4")
     assert "precision was bf16 and is fp32" in said
     assert expert.read_file(tmp_path / "resume" / "expert_all.safetensors", "resume")
+
+
+def test_B5_scaled_gradients_are_unscaled_before_they_are_clipped(tmp_path, monkeypatch):
+    """fp16's scaler, made to work on the CPU: the steps are those without it, to rounding."""
+    scaler = torch.amp.GradScaler
+
+    def losses(scaled: bool, norm_limit: float) -> list[float]:
+        made = lambda device, enabled: scaler("cpu", init_scale=65536.0, enabled=scaled)  # noqa: E731
+        monkeypatch.setattr(torch.amp, "GradScaler", made)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        settings = training.TrainConfig(steps=12, lr=0.05, warmup=0, clip=norm_limit)
+        file = tmp_path / f"{scaled} {norm_limit}.safetensors"
+        loss = lambda model, rng: (model(torch.eye(3)) - 1).square().mean()  # noqa: E731
+        _, curve = training.train(model, loss, settings, file, {})
+        if scaled:
+            assert read_file(file, "resume")[1]["scaler"]["scale"] == 65536.0
+        return curve
+
+    for limit in (1.0, 0.1):  # above and below the gradients' norms
+        assert losses(True, limit) == pytest.approx(losses(False, limit), rel=1e-5)
