@@ -93,6 +93,7 @@ def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     )
     how.add_argument("--clip", type=amount, default=1.0, help="largest gradient norm")
     how.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
+    how.add_argument("--compile", action="store_true", help="torch.compile; needs a C++ compiler")
     how.add_argument("--label-dropout", type=share, default=0.1, help="share of null labels")
     how.add_argument("--flip", action="store_true", help="mirror half of the images (not digits!)")
     how.add_argument("--seed", type=not_negative, default=0)

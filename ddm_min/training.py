@@ -18,6 +18,7 @@ import os
 import platform
 import signal
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class TrainConfig:
     ema_decay: float = 0.9999
     clip: float = 1.0
     precision: str = "fp32"
+    compile: bool = False
     seed: int = 0
 
     @classmethod
@@ -116,20 +118,36 @@ def resume_file(file: Path) -> Path:
 
 def describe(args: Namespace, fingerprint: str) -> dict:
     """The arguments that decide a result: all but the places where things lie."""
-    places = ("data", "run", "device", "classes")
+    places = ("data", "run", "device", "classes", "compile")
     plain = {name: value for name, value in vars(args).items() if name not in places}
     return json.loads(json.dumps(plain | {"data": fingerprint}))  # as a resume file gives them back
 
 
-def environment(device: str) -> dict:
+def environment(device: str, compiled: bool = False) -> dict:
     """What besides the arguments decides the last bits of a result."""
     return {
         "device": device,
+        "compiled": compiled,
         "threads": torch.get_num_threads(),
         "processes": rank_and_world()[1],
         "torch": torch.__version__,
         "machine": platform.machine(),
     }
+
+
+def compile_in_place(model: nn.Module) -> None:
+    """torch.compile, of which the names of the weights know nothing.
+
+    Raises ValueError where there is no compiler, which shows on the first call of anything.
+    """
+    try:
+        torch.compile(torch.square)(torch.ones(1, device=next(model.parameters()).device))
+    except Exception as error:  # g++, Triton, headers of Python: each missing in its own way
+        reason = textwrap.shorten(str(error), 200)
+        raise ValueError(
+            f"--compile finds no working compiler ({reason}): install g++, or leave --compile out"
+        ) from None
+    model.compile()
 
 
 class Stopper:
@@ -240,7 +258,7 @@ def train(
     ema = copy.deepcopy(model).requires_grad_(False).eval()
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = State(model, ema, optimizer, scaler, losses=[])
-    name, here = file.stem, environment(device.type)
+    name, here = file.stem, environment(device.type, config.compile)
     if file.exists():
         tensors, metadata = read_file(file, "resume")
         with described_by(file, "a training state"):
@@ -258,6 +276,8 @@ def train(
 
     first = len(state.losses)
     network = model
+    if config.compile and first < config.steps:
+        compile_in_place(model)
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if average(first, device) != first:
