@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm_min import figures
 from ddm_min.data import to_uint8, write_image
 from ddm_min.expert import Expert, check_writable, load_router, replacing
 from ddm_min.router import gaussian_router, prior_router
@@ -145,7 +144,9 @@ def write_samples(
         with replacing(out) as temporary:
             np.savez(temporary, **arrays)
     elif out.suffix == ".png":
-        figures.sample_grid(images, labels, names, out)
+        from ddm_min.figures import sample_grid  # here, because matplotlib takes half a second
+
+        sample_grid(images, labels, names, out)
     else:
         for index, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
             write_image(image, out / names[label] / f"{index:06d}.png")
