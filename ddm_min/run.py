@@ -92,10 +92,8 @@ def load_run(folder: Path, router_name: str | None, device: str) -> Run:
 
     silent = [str(k) for k, stats in told.items() if stats is None]
     if silent and (len(told) > 1 or router_name == "gaussian"):
-        raise ValueError(
-            f"the expert of cluster {', '.join(silent)} has no statistics of its data, which "
-            f"--router {router_name} needs"
-        )
+        which = f"the expert of cluster {', '.join(silent)} has no statistics of its data"
+        raise ValueError(f"{which}, which --router {router_name} needs")
     # A cluster without an expert holds no images here, so that nothing is missing.
     counts = torch.zeros(max(told) + 1, max(num_classes, 1), dtype=torch.long, device=device)
     for k, stats in told.items():
@@ -141,9 +139,8 @@ def choose_labels(
     elif label.isdecimal() and int(label) < null_label:
         index = int(label)
     else:
-        raise ValueError(
-            f"there is no class {label!r}: the experts know {', '.join(class_names) or 'none'}"
-        )
+        known = ", ".join(class_names) or "none"
+        raise ValueError(f"there is no class {label!r}: the experts know {known}")
     print(f"label {index} is class {class_names[index]!r}")
     return torch.full((num,), index)
 
@@ -151,9 +148,7 @@ def choose_labels(
 def check_out(out: Path, latents: bool) -> None:
     """Raise ValueError or OSError now, and not after sampling, if `out` cannot hold the samples."""
     if latents and out.suffix != ".npz":
-        raise ValueError(
-            f"the experts draw latents, not pictures: use --out samples.npz, not {out}"
-        )
+        raise ValueError(f"the experts draw latents, no pictures: use --out x.npz, not {out}")
     if out.suffix not in ("", ".png", ".npz"):
         raise ValueError(f"--out {out}: use a .png file, an .npz file, or a folder without suffix")
     if out.suffix and out.is_dir():
@@ -168,7 +163,7 @@ def write_samples(
 ) -> None:
     """Write x [N, C, H, W] as a .png grid, as .npz (arr_0, arr_1), or into a folder of pictures."""
     images = x if latents else to_uint8(x)
-    names = [*class_names, "any class"] if class_names else ["" for _ in range(1)]
+    names = [*class_names, "any class"] if class_names else [""]
     if out.suffix == ".npz":
         arrays = {"arr_0": images.numpy() if latents else images.permute(0, 2, 3, 1).numpy()}
         if class_names:
