@@ -48,7 +48,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     run = load_run(args.run, args.router, args.device)
-    labels = choose_labels(args.label, args.num, run.class_names, run.counts).to(args.device)
+    labels = choose_labels(args.label, args.num, run.class_names, run.drawable_counts)
+    labels = labels.to(args.device)
     path = Linear()
     if args.solver in ("ddim", "ddpm"):
         if len(run.experts) != 1 or run.experts[0].objective.schedule == path:

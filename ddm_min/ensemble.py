@@ -35,6 +35,32 @@ def gaps_and_overlaps(experts: Sequence, clusters: Sequence[int]) -> tuple[list[
     return gaps, overlaps
 
 
+def whole_clusters(experts: Sequence, num_clusters: int) -> list[bool]:
+    """For each cluster, whether experts answer for it at every t: else no image of it is drawn."""
+    return [not gaps_and_overlaps(experts, [k])[0] for k in range(num_clusters)]
+
+
+def what_is_lost(experts: Sequence, counts: Tensor, class_names: Sequence[str]) -> str:
+    """One sentence on missing experts, "" if none: clusters, share of the images, classes.
+
+    counts [K, C]: images per cluster and class, of all clusters that there should be.
+    """
+    whole = torch.tensor(whole_clusters(experts, len(counts)), device=counts.device)
+    lost, total = counts[~whole].sum(0), counts.sum(0)
+    if lost.sum() == 0:
+        return ""
+    clusters = ", ".join(str(k) for k in (~whole).nonzero()[:, 0].tolist())
+    text = f"clusters {clusters} cannot be drawn: {lost.sum() / total.sum():.1%} of the images"
+    for what, found in (
+        ("all", (lost > 0) & (lost == total)),
+        ("part", (lost > 0) & (lost < total)),
+    ):
+        names = [class_names[y] for y in found.nonzero()[:, 0].tolist() if class_names]
+        if names:
+            text += f", {what} of {'class' if len(names) == 1 else 'classes'} {', '.join(names)}"
+    return text
+
+
 class Ensemble:
     """A set of experts, a router and a path; `field` turns them into a velocity.
 

@@ -1,5 +1,6 @@
 """What lies in a RUN folder: experts that belong together, a router for them, and samples."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddm_min.data import to_uint8, write_image
+from ddm_min.ensemble import what_is_lost, whole_clusters
 from ddm_min.expert import Expert, check_writable, load_router, replacing
 from ddm_min.router import gaussian_router, prior_router
 
@@ -30,10 +32,20 @@ class Run:
         """The same for all experts; empty without classes."""
         return self.experts[0].class_names
 
+    @property
+    def drawable_counts(self) -> Tensor:
+        """counts, but zero for clusters that no expert here can draw."""
+        whole = whole_clusters(self.experts, len(self.counts))
+        return self.counts * torch.tensor(whole, device=self.counts.device)[:, None]
+
 
 def load_run(folder: Path, router_name: str | None, device: str) -> Run:
     """Read RUN. router_name None: learned where there is a router file, else gaussian.
 
+    With gaussian or prior, the experts in RUN are the population: one leaves when its file goes,
+    and one of another partition joins under a file name that is free, such as
+    RUN/expert_new.safetensors, if gaussian or prior is asked for by name. Its cluster gets the next
+    number. A learned router knows its K clusters, and what is missing of them is printed.
     Raises ValueError for files that do not belong together, naming two and how they differ.
     """
     files = sorted(folder.glob("expert_*.safetensors"))
@@ -50,42 +62,59 @@ def load_run(folder: Path, router_name: str | None, device: str) -> Run:
     prints = {expert.fingerprint: file for file, expert in zip(files, experts, strict=True)}
     prints.pop("", None)  # an expert for all clusters knows no partition
     if len(prints) > 1:
-        raise ValueError(
-            f"{' and '.join(map(str, prints.values()))} come from different partitions"
-        )
+        differ = f"{' and '.join(map(str, prints.values()))} come from different partitions"
+        if router_name not in ("gaussian", "prior"):
+            raise ValueError(f"{differ}, which only --router gaussian or prior can join")
+        print(f"warning: {differ}: an image in both counts twice", file=sys.stderr)
+        number_guests(experts)
 
     num_classes = len(experts[0].class_names)
-    shards = shard_stats(experts)
-    # A cluster that nobody tells about may hold anything: 1, so that a hole counts as missing.
-    counts = torch.stack([s.counts if s else torch.ones(max(num_classes, 1)) for s in shards])
+    # What the experts tell about their clusters; experts for all of them are one cluster.
+    told = {e.cluster: e.stats for e in experts if e.cluster != "all"} or {0: experts[0].stats}
     router_file = folder / "router.safetensors"
     if router_name is None:
-        router_name = "gaussian" if any(shards) else "prior"
+        router_name = "gaussian" if any(told.values()) else "prior"
         router_name = "learned" if router_file.exists() and prints else router_name
-    match router_name:
-        case "learned":
-            router, counts, metadata = load_router(router_file, device)
-            if prints and metadata["fingerprint"] not in prints:
-                raise ValueError(
-                    f"{router_file} was trained for another partition than the experts"
-                )
-            if len(counts) < len(shards):
-                raise ValueError(
-                    f"{router_file} knows {len(counts)} clusters and there is an expert for "
-                    f"cluster {len(shards) - 1}: train the router again, or use --router gaussian"
-                )
-        case "gaussian":
-            router = gaussian_router(shards, num_classes)
-        case "prior":
-            router = prior_router(counts.to(device), num_classes)
-    return Run(experts, router, router_name, counts.to(device))
+    if router_name == "learned":
+        router, counts, metadata = load_router(router_file, device)
+        if prints and metadata["fingerprint"] not in prints:
+            raise ValueError(f"{router_file} was trained for another partition than the experts")
+        if len(counts) <= max(told):
+            raise ValueError(
+                f"{router_file} knows {len(counts)} clusters and there is an expert for cluster "
+                f"{max(told)}: train the router again, or use --router gaussian"
+            )
+        lost = what_is_lost(experts, counts, experts[0].class_names)
+        if lost:
+            print(f"{lost} (--allow-missing draws the rest, and so does --router gaussian)")
+        return Run(experts, router, router_name, counts)
+
+    silent = [str(k) for k, stats in told.items() if stats is None]
+    if silent and (len(told) > 1 or router_name == "gaussian"):
+        which = f"the expert of cluster {', '.join(silent)} has no statistics of its data"
+        raise ValueError(f"{which}, which --router {router_name} needs")
+    # A cluster without an expert holds no images here, so that nothing is missing.
+    counts = torch.zeros(max(told) + 1, max(num_classes, 1), dtype=torch.long, device=device)
+    for k, stats in told.items():
+        counts[k] = stats.counts if stats else 1
+    if prints:
+        here = ", ".join(map(str, sorted(told)))
+        print(f"clusters {here} by their expert files: {int(counts.sum()):,} images")
+    shards = [told.get(k) for k in range(len(counts))]
+    gaussian = router_name == "gaussian"
+    router = gaussian_router(shards, num_classes) if gaussian else prior_router(counts, num_classes)
+    return Run(experts, router, router_name, counts)
 
 
-def shard_stats(experts: list[Expert]) -> list:
-    """Statistics of cluster 0, 1, ...; None where no expert has them; one entry for "all"."""
-    by_cluster = {expert.cluster: expert.stats for expert in experts if expert.cluster != "all"}
-    by_cluster = by_cluster or {0: experts[0].stats}
-    return [by_cluster.get(k) for k in range(max(by_cluster) + 1)]
+def number_guests(experts: list[Expert]) -> None:
+    """Clusters of other partitions than the first expert's get the numbers after its clusters."""
+    named = [expert for expert in experts if expert.cluster != "all"]
+    home = named[0].fingerprint
+    guests = [expert for expert in named if expert.fingerprint != home]
+    numbers = list(dict.fromkeys((guest.fingerprint, guest.cluster) for guest in guests))
+    first = 1 + max(expert.cluster for expert in named if expert.fingerprint == home)
+    for guest in guests:
+        guest.cluster = first + numbers.index((guest.fingerprint, guest.cluster))
 
 
 def choose_labels(
@@ -109,9 +138,8 @@ def choose_labels(
     elif label.isdecimal() and int(label) < null_label:
         index = int(label)
     else:
-        raise ValueError(
-            f"there is no class {label!r}: the experts know {', '.join(class_names) or 'none'}"
-        )
+        known = ", ".join(class_names) or "none"
+        raise ValueError(f"there is no class {label!r}: the experts know {known}")
     print(f"label {index} is class {class_names[index]!r}")
     return torch.full((num,), index)
 
@@ -119,9 +147,7 @@ def choose_labels(
 def check_out(out: Path, latents: bool) -> None:
     """Raise ValueError or OSError now, and not after sampling, if `out` cannot hold the samples."""
     if latents and out.suffix != ".npz":
-        raise ValueError(
-            f"the experts draw latents, not pictures: use --out samples.npz, not {out}"
-        )
+        raise ValueError(f"the experts draw latents, no pictures: use --out x.npz, not {out}")
     if out.suffix not in ("", ".png", ".npz"):
         raise ValueError(f"--out {out}: use a .png file, an .npz file, or a folder without suffix")
     if out.suffix and out.is_dir():
@@ -136,7 +162,7 @@ def write_samples(
 ) -> None:
     """Write x [N, C, H, W] as a .png grid, as .npz (arr_0, arr_1), or into a folder of pictures."""
     images = x if latents else to_uint8(x)
-    names = [*class_names, "any class"] if class_names else ["" for _ in range(1)]
+    names = [*class_names, "any class"] if class_names else [""]
     if out.suffix == ".npz":
         arrays = {"arr_0": images.numpy() if latents else images.permute(0, 2, 3, 1).numpy()}
         if class_names:

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddm_min.ensemble import Ensemble
 from ddm_min.objectives import Objective, to_x0_eps
+from ddm_min.router import assigned_router
 from ddm_min.schedule import Schedule
 
 
@@ -101,3 +103,26 @@ def sample_ddim(
         check_finite(x, step, float(t))
         on_step(step)
     return x
+
+
+def sample_clusters(
+    experts: Sequence, counts: Tensor, seed: int, most: int, num_steps: int = 50
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A stand-in for the data: samples [N, C, H, W] of every expert, their labels, their clusters.
+
+    counts [K, C]: images per cluster and class. Each is drawn as often as there are images of it,
+    or in that proportion, so that there are at most `most`. C = 1 may be one class or no classes:
+    label 0 either way. Noise belongs to (seed, index): the same call draws the same samples.
+    """
+    cells = torch.arange(counts.numel()).repeat_interleave(counts.flatten().cpu())
+    places = torch.linspace(0, len(cells) - 1, min(len(cells), most), dtype=torch.float64)
+    cells = cells[places.round().long()].to(counts.device)
+    clusters, labels = cells // counts.shape[1], cells % counts.shape[1]
+    known = dict(num_clusters=len(counts), num_classes=counts.shape[1])
+    samples = []
+    for rows in torch.arange(len(cells)).split(256):
+        seeds = [(seed, row) for row in rows.tolist()]
+        ensemble = Ensemble(experts, assigned_router(clusters[rows], len(counts)), **known)
+        noise = start_noise(experts[0].image_shape, seeds).to(counts.device)
+        samples.append(sample(ensemble.field(labels[rows], "full", seeds=seeds), noise, num_steps))
+    return torch.cat(samples), labels, clusters

@@ -455,19 +455,6 @@ def test_a_run_without_experts_and_a_run_without_the_asked_router(tmp_path):
         load_run(tmp_path, "learned", "cpu")
 
 
-@pytest.mark.parametrize("router", ["gaussian", "prior"])
-def test_a_hole_in_the_clusters_is_missed_without_a_router_file_too(tmp_path, router):
-    save_run(tmp_path, make_expert(0), make_expert(2, seed=2))
-    run = load_run(tmp_path, router, "cpu")
-    known = dict(num_clusters=len(run.counts), num_classes=3, counts=run.counts)
-    with pytest.raises(ValueError, match="no expert answers for cluster 1 at t from 0 to 1"):
-        Ensemble(run.experts, run.router, **known)
-    ensemble = Ensemble(run.experts, run.router, **known, allow_missing=True)
-    log_probs = ensemble.log_probs(*inputs())
-    assert (log_probs[:, 1] == -torch.inf).all()
-    assert torch.allclose(log_probs.exp().sum(1), torch.ones(5))
-
-
 def test_a_lone_expert_without_statistics_is_a_run(tmp_path):
     save_run(tmp_path, make_expert("all", stats=None, fingerprint=""))
     run = load_run(tmp_path, None, "cpu")
