@@ -9,7 +9,13 @@ RUN/cnn.safetensors. Then measures its accuracy on the held part and what the Fr
 its 128 features says of pictures that are real, noisy, blurred, or of half the classes:
 RUN/cnn.json and RUN/cnn.png.
 
-About 10 minutes on one core. A finished epoch and a finished file are kept and not done again.
+About 7 minutes of one core. A finished epoch and a finished file are kept and not done again.
+
+Measured (30 November 2026, AMD EPYC without AVX-512, one thread, seed 0, 8 epochs): 80.28 % right
+on the held 5,000 after 6.5 core-minutes. Held images against the 45,000: 5,000 of them .021, 2,000
+.059, 1,000 .129, 500 .204: compare equal numbers of samples only. One half of the held images
+against the other, the floor of the rest: .119; with noise of 4 gray levels .121, 8 .175, 16 .731,
+32 3.43; blurred by .4 pixels .171, .6 1.46, 1.2 7.96; classes 0 to 4 only 2.15.
 
     from benchmarks.cifar_cnn import frechet
     distance = frechet(samples, held)          # both uint8 [N, 3, 32, 32]
@@ -291,6 +297,8 @@ def plot(distances: dict, file: Path) -> None:
             distances["half_of_the_classes"], color="gray", linestyle="--", label="half the classes"
         )
         axis.set(xlabel=f"{unit} (standard deviation)", xscale="log", yscale="log")
+        axis.set_xticks(list(distances[kind]), labels=distances[kind].keys(), minor=False)
+        axis.minorticks_off()
         axis.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("Frechet distance, CNN features")
     axes[0].legend(fontsize=8)
@@ -306,7 +314,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--zip", type=Path, default=Path("../shared/data/cifar10-train.zip"))
     parser.add_argument("--run", type=Path, default=WEIGHTS.parent)
-    parser.add_argument("--epochs", type=cli.positive, default=12)
+    parser.add_argument("--epochs", type=cli.positive, default=8)
     parser.add_argument("--seed", type=cli.not_negative, default=0)
     args = parser.parse_args(argv)
 

@@ -1,6 +1,7 @@
 """The CNN in whose features benchmarks measure CIFAR-10, on a zip of 120 coloured pictures."""
 
 import itertools
+import json
 import zipfile
 from io import BytesIO
 
@@ -32,9 +33,10 @@ def archive(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(archive, tmp_path_factory):
-    """A finished run of two epochs, its tables left out: they need more images."""
+    """A finished run of two epochs, through the command line."""
     run = tmp_path_factory.mktemp("run")
-    train_for_two_epochs(archive, run)
+    words = ["--zip", archive, "--run", run, "--epochs", 2, "--seed", 3]
+    cifar_cnn.main([str(word) for word in words])
     return run
 
 
@@ -55,6 +57,22 @@ def test_the_parts_are_disjoint_complete_and_named_like_any_dataset(archive, run
         nearest = torch.cdist(means, torch.tensor(list(COLORS.values())).double()).argmin(1)
         assert torch.equal(nearest, part.labels)
     assert np.array_equal(labels, np.repeat([0, 1, 2], EACH))
+
+
+def test_the_report_holds_what_the_files_give(run):
+    report = json.loads((run / "cnn.json").read_text())
+    train, held = (data.load(f"npz:{run / name}.npz") for name in ("train", "held"))
+    file = run / "cnn.safetensors"
+    cnn = cifar_cnn.load_cnn(file)
+    for name, part in (("train", train), ("held", held)):
+        right = (cnn(data.to_float(part.images)).argmax(1) == part.labels).double().mean()
+        assert report[f"{name}_accuracy"] == pytest.approx(float(right))
+    distances = report["frechet"]
+    between = cifar_cnn.frechet(train.images, held.images, file)
+    assert distances["train_against_held"] == pytest.approx(between, rel=1e-3)
+    assert distances["noise"]["2"] < distances["noise"]["32"]
+    with Image.open(run / "cnn.png") as picture:
+        assert min(picture.size) > 100
 
 
 def test_a_second_call_reads_the_parts_and_needs_no_zip(run, tmp_path):
