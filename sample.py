@@ -23,37 +23,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="folder with the expert files")
-    parser.add_argument("--num", type=positive, default=64, help="how many images")
-    parser.add_argument("--label", help="a class, by name or number; default: all, in equal shares")
-    parser.add_argument("--strategy", default="coupled", help=f"{STRATEGIES}; default: coupled")
-    parser.add_argument(
-        "--router",
-        choices=("learned", "gaussian", "prior"),
-        help="default: learned where RUN has one, else gaussian",
-    )
-    parser.add_argument(
-        "--solver",
-        default="euler",
-        choices=("euler", "heun", "ddim", "ddpm"),
-        help="ddim and ddpm run on a lone expert's own schedule",
-    )
-    parser.add_argument("--num-steps", type=positive, default=50, help="solver steps; default: 50")
-    parser.add_argument("--guidance-scale", type=amount, default=1.0, help="1 is no guidance")
-    parser.add_argument(
-        "--allow-missing",
-        action="store_true",
-        help="share a missing expert's part among those present",
-    )
-    parser.add_argument("--batch-size", type=positive, default=256)
-    parser.add_argument("--seed", type=not_negative, default=0)
-    parser.add_argument("--device", type=device, default="auto", help="auto, cuda, mps or cpu")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("samples.png"),
-        help="a .png grid, an .npz with labels, or a folder of pictures",
-    )
+    add = parser.add_argument
+    add("run", type=Path, help="folder with the expert files")
+    add("--num", type=positive, default=64, help="how many images; default: 64")
+    add("--label", help="a class, by name or number; default: all, in equal shares")
+    add("--strategy", default="coupled", help=f"{STRATEGIES}; default: coupled")
+    routers = ("learned", "gaussian", "prior")
+    add("--router", choices=routers, help="default: learned where RUN has one, else gaussian")
+    on_path = "euler and heun run on the ensemble's path, ddim and ddpm on a lone expert's schedule"
+    add("--solver", default="euler", choices=("euler", "heun", "ddim", "ddpm"), help=on_path)
+    add("--num-steps", type=positive, default=50, help="solver steps; default: 50")
+    add("--guidance-scale", type=amount, default=1.0, help="1 is no guidance")
+    share = "share a missing expert's part among those present"
+    add("--allow-missing", action="store_true", help=share)
+    add("--batch-size", type=positive, default=256)
+    add("--seed", type=not_negative, default=0)
+    add("--device", type=device, default="auto", help="auto, cuda, mps or cpu")
+    out = "a .png grid, an .npz with labels, or a folder of pictures; default: samples.png"
+    add("--out", type=Path, default=Path("samples.png"), help=out)
     return parser.parse_args(argv)
 
 
@@ -74,53 +61,33 @@ def main(argv: list[str] | None = None) -> None:
             "guidance needs experts that were trained on classes, with --label-dropout"
         )
     ensemble = Ensemble(
-        run.experts,
-        run.router,
-        path,
-        num_clusters=len(run.counts),
-        counts=run.counts,
-        num_classes=len(run.class_names),
-        allow_missing=args.allow_missing,
-    )
+        run.experts, run.router, path, num_clusters=len(run.counts), counts=run.counts,
+        num_classes=len(run.class_names), allow_missing=args.allow_missing,
+    )  # fmt: skip
     print(f"{len(run.experts)} experts, {run.router_name} router, strategy {args.strategy}")
 
     seeds = [(args.seed, index) for index in range(args.num)]
     batches = [slice(i, i + args.batch_size) for i in range(0, args.num, args.batch_size)]
-    fields = [
-        ensemble.field(labels[rows], args.strategy, args.guidance_scale, seeds[rows])
-        for rows in batches
-    ]
+    how = (args.strategy, args.guidance_scale)
+    fields = [ensemble.field(labels[rows], *how, seeds[rows]) for rows in batches]
     check_out(args.out, run.experts[0].latents)
 
     images = []
     with tqdm(total=args.num_steps * len(batches), desc="sampling", unit="step") as progress:
         for field in fields:
             x = start_noise(run.experts[0].image_shape, field.seeds).to(args.device)
+            shown = dict(on_step=lambda step: progress.update())
             if args.solver in ("euler", "heun"):
-                x = sample(
-                    field, x, args.num_steps, args.solver, on_step=lambda step: progress.update()
-                )
+                x = sample(field, x, args.num_steps, args.solver, **shown)
             else:
                 eta = float(args.solver == "ddpm")
-                x = sample_ddim(
-                    field,
-                    x,
-                    args.num_steps,
-                    path,
-                    eta,
-                    field.seeds,
-                    on_step=lambda step: progress.update(),
-                )
+                x = sample_ddim(field, x, args.num_steps, path, eta, field.seeds, **shown)
             images.append(x.cpu())
-    forwards, switches = (
-        sum(getattr(f, name) for f in fields) for name in ("forwards", "switches")
-    )
-    print(
-        f"per image: {forwards / args.num:.1f} expert forwards, {switches / args.num:.2f} switches"
-    )
-    write_samples(
-        args.out, torch.cat(images), labels.cpu(), run.class_names, run.experts[0].latents
-    )
+    forwards = sum(field.forwards for field in fields) / args.num
+    switches = sum(field.switches for field in fields) / args.num
+    print(f"per image: {forwards:.1f} expert forwards, {switches:.2f} switches")
+    latents = run.experts[0].latents
+    write_samples(args.out, torch.cat(images), labels.cpu(), run.class_names, latents)
 
 
 if __name__ == "__main__":

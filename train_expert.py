@@ -4,24 +4,30 @@
     python train_expert.py --data digits --run runs/digits --cluster 0 --objective ddpm
 
     python train_expert.py --data digits --run runs/more --cluster all --init other.safetensors
+    python train_expert.py --data digits --run runs/student --cluster all --teacher runs/digits
 
-Nothing here knows of other experts. What an island adds to plain training is the line that takes
-its shard, and the statistics of the shard that go into the file.
+Nothing here knows of other experts, unless they are its teachers. What an island adds to plain
+training is the line that takes its shard, and the statistics of the shard that go into the file.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ddm_min import data
+from ddm_min.adaln_single import MODULATIONS
 from ddm_min.cli import amount, one_sentence_errors, training_arguments
 from ddm_min.data import to_float
+from ddm_min.distillation import believed_pair
 from ddm_min.dit import PRESETS, DiT, DiTConfig
 from ddm_min.expert import Expert
-from ddm_min.objectives import Objective, draw_times, loss
+from ddm_min.objectives import NAMED, Objective, draw_times, loss
 from ddm_min.partition import Partition, exported_shard
 from ddm_min.router import ShardStats
+from ddm_min.run import load_run
 from ddm_min.schedule import Betas, Cosine, Linear
 from ddm_min.training import (
     TrainConfig,
@@ -35,12 +41,6 @@ from ddm_min.training import (
 )
 
 SCHEDULES = {"linear": Linear, "cosine": Cosine, "betas": Betas.ddpm}
-OBJECTIVES = {  # name -> prediction and the schedule that it is usually trained on
-    "flow": ("velocity", "linear"),
-    "ddpm": ("eps", "cosine"),
-    "x0": ("x0", "cosine"),
-    "v": ("v", "cosine"),
-}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -51,28 +51,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     where.add_argument("--data", default="digits", help=data.NAMES)
     where.add_argument("--run", type=Path, required=True, help="folder of the ensemble")
     where.add_argument("--cluster", required=True, help="a number from the partition, or all")
-    where.add_argument(
-        "--classes", type=Path, help="classes.json, where --data is an exported shard"
-    )
+    where.add_argument("--classes", type=Path, help="classes.json, if --data is an exported shard")
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--objective", choices=OBJECTIVES, help="default: that of --init, else flow")
+    what.add_argument("--objective", choices=NAMED, help="default: that of --init, else flow")
     what.add_argument("--schedule", choices=SCHEDULES, help="default: linear for flow, else cosine")
     what.add_argument(
         "--time-interval", type=float, nargs=2, default=(0.0, 1.0), metavar=("A", "B"),
         help="train for (A, B] of the linear path only: an MDM expert",
     )  # fmt: skip
     what.add_argument("--model", choices=PRESETS, help="default: that of --init, else tiny")
-    what.add_argument(
-        "--modulation", choices=("single", "per-block"), help="default: that of --init, else single"
-    )
+    what.add_argument("--modulation", choices=MODULATIONS, help="default: --init's, else single")
     what.add_argument("--init", help="start from the weights and objective of an expert file")
+    what.add_argument("--teacher", help="a RUN: learn what its expert of the image's cluster says")
     what.add_argument(
-        "--max-weight",
-        type=amount,
-        default=25.0,
+        "--max-weight", type=amount, default=25.0,
         help="cap on a sample's weight where the loss is measured in another space than the "
         "prediction's (convert_ckpt.py --head keep)",
-    )
+    )  # fmt: skip
     training_arguments(parser, steps=2500, batch_size=32, lr=8e-3)
     return parser.parse_args(argv)
 
@@ -108,6 +103,18 @@ def load_init(args: argparse.Namespace, dataset: data.Dataset) -> tuple[DiT, Obj
     return init.model.train().requires_grad_(True), init.objective
 
 
+def load_teacher(args: argparse.Namespace, dataset: data.Dataset) -> tuple[list[Expert], Tensor]:
+    """Experts of --teacher and cluster of every image. Raises ValueError if they do not fit."""
+    folder = Path(args.teacher)
+    if args.cluster != "all":
+        raise ValueError(f"--teacher needs --cluster all: a student learns all of {folder}")
+    partition = Partition.load(folder / "partition.safetensors", dataset)
+    experts = load_run(folder, "prior", args.device).experts
+    if experts[0].fingerprint != partition.fingerprint:
+        raise ValueError(f"the experts in {folder} were trained for another partition than its own")
+    return experts, partition.assignment
+
+
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
@@ -122,21 +129,26 @@ def main(argv: list[str] | None = None) -> None:
 
     model, objective = load_init(args, dataset) if args.init else (new_model(args, dataset), None)
     if args.objective:
-        prediction, usual_schedule = OBJECTIVES[args.objective]
-        objective = Objective(prediction, SCHEDULES[args.schedule or usual_schedule]())
+        objective = NAMED[args.objective]
+    if args.schedule:
+        objective = replace(objective, schedule=SCHEDULES[args.schedule]())
     stats = ShardStats.measure(to_float(dataset.images), dataset.labels, dataset.num_classes)
     expert = Expert(
         model, objective, cluster, tuple(args.time_interval), stats, dataset.class_names,
         fingerprint, args.label_dropout, args.steps, args.seed, dataset.images.is_floating_point(),
     )  # fmt: skip
     arguments = describe(args, dataset.fingerprint())
+    teachers, clusters = load_teacher(args, dataset) if args.teacher else ([], None)
     dataset = dataset.to(args.device)
 
     def batch_loss(model, rng):
-        x0, labels, _ = draw_batch(dataset, args.batch_size, rng, args.flip)
+        x0, labels, rows = draw_batch(dataset, args.batch_size, rng, args.flip)
         labels = drop_labels(labels, dataset.num_classes, args.label_dropout, rng)
         t = draw_times(len(x0), objective.schedule, expert.time_interval, rng).to(x0.device)
-        x0, eps, t, labels = my_share(x0, normal_like(x0, rng), t, labels)
+        x0, eps, t, labels, rows = my_share(x0, normal_like(x0, rng), t, labels, rows)
+        if teachers:  # the same x_t, and the teacher's belief in what it is made of (DDM 3.6)
+            homes = clusters[rows.cpu()].to(x0.device)
+            x0, eps = believed_pair(teachers, homes, x0, eps, t, labels, objective.schedule)
         return loss(model, x0, eps, t, labels, objective, args.max_weight).mean()
 
     file = args.run / expert.file_name

@@ -78,22 +78,17 @@ def share(text: str) -> float:
 def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     """The arguments that training an expert and training a router share; see TrainConfig."""
     how = parser.add_argument_group("optimisation")
-    how.add_argument("--steps", type=positive, default=defaults["steps"])
-    how.add_argument("--batch-size", type=positive, default=defaults["batch_size"])
-    how.add_argument(
-        "--lr", type=amount, default=defaults["lr"], help="AdamW; default 8e-3, for tiny"
-    )
-    how.add_argument("--lr-schedule", default="cosine", choices=("cosine", "constant"))
-    how.add_argument(
-        "--warmup", type=not_negative, default=100, help="steps of rising learning rate"
-    )
-    how.add_argument("--weight-decay", type=amount, default=0.0)
-    how.add_argument(
-        "--ema-decay", type=share, default=0.9999, help="of the weights that are shipped"
-    )
-    how.add_argument("--clip", type=amount, default=1.0, help="largest gradient norm")
-    how.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
-    how.add_argument("--label-dropout", type=share, default=0.1, help="share of null labels")
-    how.add_argument("--flip", action="store_true", help="mirror half of the images (not digits!)")
-    how.add_argument("--seed", type=not_negative, default=0)
-    how.add_argument("--device", type=device, default="auto", help="auto, cuda, mps or cpu")
+    add = how.add_argument
+    add("--steps", type=positive, default=defaults["steps"])
+    add("--batch-size", type=positive, default=defaults["batch_size"])
+    add("--lr", type=amount, default=defaults["lr"], help="AdamW; default 8e-3, for tiny")
+    add("--lr-schedule", default="cosine", choices=("cosine", "constant"))
+    add("--warmup", type=not_negative, default=100, help="steps of rising learning rate")
+    add("--weight-decay", type=amount, default=0.0)
+    add("--ema-decay", type=share, default=0.9999, help="of the weights that are shipped")
+    add("--clip", type=amount, default=1.0, help="largest gradient norm")
+    add("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
+    add("--label-dropout", type=share, default=0.1, help="share of null labels")
+    add("--flip", action="store_true", help="mirror half of the images (not digits!)")
+    add("--seed", type=not_negative, default=0)
+    add("--device", type=device, default="auto", help="auto, cuda, mps or cpu")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm_min.conversion import velocity_on
+from ddm_min.conversion import matching_point, velocity_on
 from ddm_min.router import class_mask, parse_strategy, select
 from ddm_min.schedule import Linear, Schedule, expand
 
@@ -75,7 +75,9 @@ class Ensemble:
         """Which expert answers for cluster k at time t: t [B] -> bool [experts, B, K].
 
         Intervals are half-open, (a, b], so that a boundary has one owner; t = 0 is in the first.
+        They are given on the linear path, to which t moves from any other at equal log-SNR.
         """
+        t, _ = matching_point(self.path, Linear(), t)
         clusters = torch.arange(self.num_clusters, device=t.device)
         owned = []
         for expert in self.experts:

@@ -46,6 +46,7 @@ class Objective:
 
 FLOW = Objective("velocity", Linear())
 DDPM = Objective("eps", Cosine())
+NAMED = {"flow": FLOW, "ddpm": DDPM, "x0": Objective("x0", Cosine()), "v": Objective("v", Cosine())}
 
 
 def target(x0: Tensor, eps: Tensor, t: Tensor, objective: Objective) -> Tensor:

@@ -128,6 +128,20 @@ def prior_router(counts: Tensor, num_classes: int):
     return log_probs
 
 
+def assigned_router(clusters: Tensor, num_clusters: int):
+    """All mass on a given cluster per image: clusters [B] -> log_probs [B, K] of 0 and -inf.
+
+    Who calls knows where each image belongs: a teacher's training images (DDM 3.6), or samples that
+    are drawn expert by expert. Only for exactly this batch, in this order.
+    """
+    log_probs = F.one_hot(clusters, num_clusters).log()
+
+    def router(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        return log_probs.to(x_t)
+
+    return router
+
+
 def gaussian_router(shards: list[ShardStats | None], num_classes: int, path: Schedule = Linear()):
     """p(k | x_t, t, y) ~ n_{k,y} N(x_t; alpha mu_{k,y}, alpha^2 C_k + sigma^2 I): no training.
 

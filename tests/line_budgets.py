@@ -16,8 +16,8 @@ ABOUT = 1.2
 BUDGETS = {  # name -> (most lines of code, files)
     "maths": (
         1200,
-        "schedule analytic objectives conversion dit adaln_single dialects router ensemble sampler "
-        "fid",
+        "schedule analytic objectives conversion dit adaln_single dialects router ensemble "
+        "distillation sampler fid",
     ),
     "plumbing": (900, "data features partition training expert figures"),
     "scripts": (600, "cli run train_expert train_router sample convert_ckpt checkpoint"),

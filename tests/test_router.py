@@ -10,6 +10,7 @@ from ddm_min.dit import DiTConfig
 from ddm_min.router import (
     LearnedRouter,
     ShardStats,
+    assigned_router,
     gaussian_router,
     parse_strategy,
     prior_router,
@@ -428,3 +429,15 @@ def test_rest_of_a_single_left_direction_is_its_variance():
     flat = images.flatten(1).double()
     smallest = np.linalg.eigvalsh(np.cov(flat.T.numpy(), bias=True))[0]
     assert math.isclose(stats.rest, smallest, rel_tol=1e-3)  # a difference of float32 sums
+
+
+def test_assigned_router_puts_all_mass_on_the_given_cluster():
+    clusters = torch.tensor([2, 0, 2, 1])
+    x_t = torch.zeros(4, 1, 2, 2, dtype=torch.float64)
+    log_probs = assigned_router(clusters, 4)(x_t, torch.rand(4), clusters)
+    assert log_probs.dtype == torch.float64
+    assert torch.equal(log_probs.exp(), torch.eye(4, dtype=torch.float64)[clusters])
+    for strategy in ("full", "top-1", "coupled", "sample-1"):
+        weights = select(log_probs, strategy, torch.full((4, 4), 9.0) * torch.eye(4))
+        assert torch.equal(weights.argmax(1), clusters)
+        assert torch.equal(weights, torch.eye(4, dtype=torch.float64)[clusters])
