@@ -1,7 +1,7 @@
 """What the tables share: resumable trainings through the command lines, samples, and how they are
 measured. Everything lies in runs/tables; what is there already is not made again.
 
-Digits are split once, by a fixed permutation, into 1,347 to train on and 450 held out. A training is
+Digits are split once, by a fixed permutation, into 1,347 to train on and 450 held out. Training is
 one call of train_expert.py or train_router.py in this process, on one thread, so a killed table
 goes on where it was. A measurement is a line of JSON beside the run, keyed by what was asked.
 """
@@ -27,9 +27,11 @@ from ddm_min.run import choose_labels, load_run
 from ddm_min.sampler import sample, start_noise
 
 HOME = Path("runs/tables")
+RESULTS = Path(__file__).parent / "results"
 SEEDS = (0, 1, 2)
 STEPS = 1500
-NUM_SAMPLES = 600
+NUM_SAMPLES = 500
+READ = lambda experts, reading: experts  # noqa: E731  table_objectives puts its own in
 PRESETS |= {  # the widths of DDM's figure 4, at our scale; `tiny` is width 64, depth 4
     "width16": dict(width=16, depth=3, heads=2, patch_size=2),
     "width32": dict(width=32, depth=3, heads=4, patch_size=2),
@@ -74,7 +76,8 @@ def train_experts(run: Path, source: str, clusters, seed: int, *options: str, **
         start = time.process_time()
         train_expert.main(
             f"--data {source} --run {run} --cluster {cluster} --seed {seed} --steps {steps} "
-            f"--batch-size {batch_size}".split() + list(options)
+            f"--batch-size {batch_size}".split()
+            + list(options)
         )
         done.write_text(json.dumps(seconds | {name: time.process_time() - start}))
     return json.loads((run / "seconds.json").read_text())
@@ -96,14 +99,15 @@ def gather(run: Path, files: dict[str, Path]) -> Path:
 
 def draw(
     run: Path, strategy: str, router: str | None = None, label: str | None = None, seed: int = 0,
-    num: int = NUM_SAMPLES, align: bool = True, guidance_scale: float = 1.0, num_steps: int = 50,
+    num: int = NUM_SAMPLES, reading: str = "aligned", guidance_scale: float = 1.0,
+    num_steps: int = 50,
 ) -> tuple[Tensor, Tensor, dict]:  # fmt: skip
     """(images uint8 [N, C, H, W], labels [N], costs): what sample.py does, without the file."""
     loaded = load_run(run, router, "cpu")
     labels = choose_labels(label, num, loaded.class_names, loaded.counts)
     ensemble = Ensemble(
-        loaded.experts, loaded.router, num_clusters=len(loaded.counts), counts=loaded.counts,
-        num_classes=len(loaded.class_names), align=align,
+        READ(loaded.experts, reading), loaded.router, num_clusters=len(loaded.counts),
+        counts=loaded.counts, num_classes=len(loaded.class_names), align="naive" not in reading,
     )  # fmt: skip
     start, images, forwards, switches = time.process_time(), [], 0, 0
     for rows in tqdm(torch.arange(num).split(300), desc=f"{run.name} {strategy}", leave=False):
@@ -184,3 +188,61 @@ def mean_and_spread(values: list[float]) -> str:
     """ ".412 +- .013": mean and standard deviation over training seeds."""
     text = f"{np.mean(values):.3f}"
     return text + (f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else "")
+
+
+def write_table(name: str, title: str, columns: list[str], rows: list[dict], note: str) -> None:
+    """Print a table as markdown and write RESULTS/name.json; rows hold lists, a value per seed."""
+    print(f"\n{title}\n\n| | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
+    for row in rows:
+        cells = [mean_and_spread(row[c]) if row.get(c) else "" for c in columns]
+        print(f"| {row['name']} | " + " | ".join(cells) + " |")
+    print(f"\n{note}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"title": title, "note": note, "rows": rows}, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+
+
+def per_seed(results: list[dict], names: dict[str, str]) -> dict[str, list[float]]:
+    """{"column": value of each seed} from what `measured` returned for each."""
+    return {
+        column: [float(result[key]) for result in results]
+        for column, key in names.items()
+        if all(result[key] is not None for result in results)
+    }
+
+
+def dot_chart(name: str, title: str, xlabel: str, groups: dict[str, list[dict]], columns: list[str],
+              lines: dict[str, float]) -> None:  # fmt: skip
+    """One panel per group: a row per method, a dot per seed and column; lines: values to compare
+    with. Writes RESULTS/name.png."""
+    from matplotlib import pyplot as plt
+
+    most = max(len(rows) for rows in groups.values())
+    figure, panels = plt.subplots(
+        1, len(groups), figsize=(5 * len(groups) + 1, 0.36 * most + 1.8), layout="constrained",
+        sharex=True, squeeze=False,
+    )  # fmt: skip
+    colors = ["#0072B2", "#D55E00", "#008C64", "#CC79A7"]
+    for axis, (group, rows) in zip(panels[0], groups.items(), strict=True):
+        for place, row in enumerate(rows):
+            for column, color in zip(columns, colors, strict=False):
+                values = row.get(column, [])
+                axis.scatter(values, [place] * len(values), color=color, s=14, alpha=0.7)
+                if values:
+                    axis.plot([np.mean(values)], [place], "|", color=color, ms=13, mew=2)
+        for (text, value), style in zip(lines.items(), ("--", ":"), strict=False):
+            axis.axvline(value, color="0.4", ls=style, lw=1, label=text)
+        axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
+        axis.set(title=group, xlabel=xlabel, xscale="log")
+        axis.set_ylim(len(rows) - 0.4, -0.6)
+        axis.grid(alpha=0.3, axis="x", which="both")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(axis="x", which="both", labelsize=7, rotation=45)
+    for column, color in zip(columns, colors, strict=False):
+        panels[0, 0].scatter([], [], color=color, s=14, label=column)
+    figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    figure.suptitle(title)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    figure.savefig(RESULTS / f"{name}.png", dpi=130)
+    plt.close(figure)
