@@ -1,4 +1,4 @@
-"""Three time-interval experts against one model (MDM): what equal quality costs, and quality at cost.
+"""Three time-interval experts against one model (MDM): cost at equal quality, quality at cost.
 
     python -m benchmarks.table_intervals
 
