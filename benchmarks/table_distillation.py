@@ -5,7 +5,8 @@
 The teachers are table_routing's K = 4 flow experts (batch 32 each). The student trains as the
 monolith does, on the same images and noise, but towards the teacher of each image's cluster: for
 1,500 steps at the monolith's batch of 128, and at a quarter of it. Budget: 6 students beside
-table_routing's trainings, 20 minutes on one core. Writes benchmarks/results/distillation.json and .png.
+table_routing's trainings, 20 minutes on one core.
+Writes benchmarks/results/distillation.json and .png.
 """
 
 import argparse
