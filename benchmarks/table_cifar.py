@@ -151,7 +151,7 @@ def main() -> None:
     real, labels = train.images[:NUM_SAMPLES], train.labels[:NUM_SAMPLES]
     floor, spread = frechet(real, target), within_class(real, labels)
     note = (
-        f"{NUM_SAMPLES} training images in the samples' place: {floor:.3f}, diversity {spread:.3f}; "
+        f"{NUM_SAMPLES} training images in their place: {floor:.3f}, diversity {spread:.3f}; "
         f"{minutes:.0f} core-minutes of training"
     )
     write_table("cifar", "CIFAR-10, 384,000 images seen by each", columns, rows, note)
