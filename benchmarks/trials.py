@@ -52,11 +52,12 @@ def digits_split() -> tuple[str, Dataset, Dataset]:
     return f"npz:{files[0]}", *(data.load(f"npz:{file}") for file in files)
 
 
-def split_run(run: Path, source: str, clusters: int, features: str = "pixels") -> Path:
+def split_run(run: Path, source: str, clusters: int, features: str = "pixels", *options) -> Path:
     """A RUN with a partition of the training part; the split has seed 0 for every training seed."""
     if not (run / "partition.safetensors").exists():
         partition.main(
             f"--data {source} --clusters {clusters} --features {features} --run {run}".split()
+            + list(options)
         )
     return run
 
