@@ -59,7 +59,11 @@ def times_to_converge(steps: list[int], curves: np.ndarray) -> np.ndarray:
     """tau of each bin: curves [measurements, bins] -> [bins], between measurements linearly."""
     falling = np.minimum.accumulate(curves, axis=0)
     done = (falling[0] - falling) / (falling[0] - falling[-1])  # 0 at the first, 1 at the last
-    return np.array([np.interp(0.9, done[:, b], steps) for b in range(curves.shape[1])])
+    tau = []
+    for column in done.T:
+        after = int(np.argmax(column >= 0.9))  # the first such measurement
+        tau.append(np.interp(0.9, column[after - 1 : after + 1], steps[after - 1 : after + 1]))
+    return np.array(tau)
 
 
 def propose(tau: np.ndarray, num_experts: int) -> tuple[list[float], list[float]]:

@@ -231,7 +231,9 @@ def main() -> None:
         f"{flops['ours'] / 1e9:.2f} GFLOP, matrix products at "
         f"{median(lambda rate, _: rate) / 1e9:.1f} GFLOP/s\n"
     )
-    print("| network | step | of the matrix rate | speed beside timm | " + " | ".join(PARTS), end="")
+    print(
+        "| network | step | of the matrix rate | speed beside timm | " + " | ".join(PARTS), end=""
+    )
     print(" | rest |\n|" + "---|" * (5 + len(PARTS)))
     for name in runs:
         step = median(lambda _, s, name=name: s[name]["step"])
