@@ -96,6 +96,8 @@ def load_run(folder: Path, router_name: str | None, device: str) -> Run:
     # A cluster without an expert holds no images here, so that nothing is missing.
     counts = torch.zeros(max(told) + 1, max(num_classes, 1), dtype=torch.long, device=device)
     for k, stats in told.items():
+        if stats and len(stats.counts) != counts.shape[1]:
+            raise ValueError(f"the expert of cluster {k} counts {len(stats.counts)} classes")
         counts[k] = stats.counts if stats else 1
     if prints:
         here = ", ".join(map(str, sorted(told)))
