@@ -27,7 +27,7 @@ from ddm_min.expert import Expert
 from ddm_min.objectives import NAMED, Objective, draw_times, loss
 from ddm_min.partition import Partition, exported_shard
 from ddm_min.router import ShardStats
-from ddm_min.run import load_run
+from ddm_min.run import load_experts
 from ddm_min.schedule import Betas, Cosine, Linear
 from ddm_min.training import (
     TrainConfig,
@@ -109,8 +109,8 @@ def load_teacher(args: argparse.Namespace, dataset: data.Dataset) -> tuple[list[
     if args.cluster != "all":
         raise ValueError(f"--teacher needs --cluster all: a student learns all of {folder}")
     partition = Partition.load(folder / "partition.safetensors", dataset)
-    experts = load_run(folder, "prior", args.device).experts
-    if experts[0].fingerprint != partition.fingerprint:
+    _, experts = load_experts(folder, args.device)
+    if {expert.fingerprint for expert in experts} - {partition.fingerprint, ""}:
         raise ValueError(f"the experts in {folder} were trained for another partition than its own")
     return experts, partition.assignment
 
@@ -148,7 +148,8 @@ def main(argv: list[str] | None = None) -> None:
         x0, eps, t, labels, rows = my_share(x0, normal_like(x0, rng), t, labels, rows)
         if teachers:  # the same x_t, and the teacher's belief in what it is made of (DDM 3.6)
             homes = clusters[rows.cpu()].to(x0.device)
-            x0, eps = believed_pair(teachers, homes, x0, eps, t, labels, objective.schedule)
+            asked = (x0, eps, t, labels, objective.schedule, dataset.num_classes)
+            x0, eps = believed_pair(teachers, homes, *asked)
         return loss(model, x0, eps, t, labels, objective, args.max_weight).mean()
 
     file = args.run / expert.file_name

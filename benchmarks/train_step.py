@@ -25,7 +25,6 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import torch
 from timm.models.vision_transformer import Attention, Mlp, PatchEmbed
 from torch import nn
