@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddm_min import data
 from ddm_min.adaln_single import MODULATIONS
-from ddm_min.cli import amount, one_sentence_errors, training_arguments
+from ddm_min.cli import amount, one_sentence_errors, share, training_arguments
 from ddm_min.data import to_float
 from ddm_min.distillation import believed_pair
 from ddm_min.dit import PRESETS, DiT, DiTConfig
@@ -61,6 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     what.add_argument("--model", choices=PRESETS, help="default: that of --init, else tiny")
     what.add_argument("--modulation", choices=MODULATIONS, help="default: --init's, else single")
+    what.add_argument("--label-dropout", type=share, default=0.1, help="share of null labels")
     what.add_argument("--init", help="start from the weights and objective of an expert file")
     what.add_argument("--teacher", help="a RUN: learn what its expert of the image's cluster says")
     what.add_argument(

@@ -3,9 +3,9 @@
     python train_router.py --data digits --run runs/digits
     python train_router.py --run runs/digits --from-experts
 
-The same loop as train_expert.py with another loss: cross-entropy with the cluster of each image, on
-x_t of the path that is sampled. Batches keep the data's proportions, because the prior n_k / N
-belongs to the posterior.
+The same loop as train_expert.py with another loss: cross-entropy with the cluster and class of each
+image, on x_t of the path that is sampled. Batches keep the data's proportions, because the prior
+n_k / N belongs to the posterior.
 
 Where nobody may pool the data (DDM's private-data setting), --from-experts trains on samples of the
 experts, as many of each class and cluster as their files say there are images.
@@ -15,7 +15,6 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from ddm_min import data
 from ddm_min.cli import one_sentence_errors, training_arguments
@@ -31,7 +30,6 @@ from ddm_min.training import (
     TrainConfig,
     describe,
     draw_batch,
-    drop_labels,
     my_share,
     normal_like,
     resume_file,
@@ -51,7 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     private = "train on samples of RUN's experts: needs no --data and no partition"
     where.add_argument("--from-experts", action="store_true", help=private)
     where.add_argument("--model", default="router", choices=PRESETS, help="default: router")
-    training_arguments(parser, steps=2000, batch_size=128, lr=8e-3)
+    training_arguments(parser, steps=4000, batch_size=128, lr=8e-3)
     return parser.parse_args(argv)
 
 
@@ -82,11 +80,11 @@ def main(argv: list[str] | None = None) -> None:
 
     def batch_loss(model, rng):
         x0, labels, rows = draw_batch(dataset, args.batch_size, rng, args.flip)
-        labels = drop_labels(labels, num_classes, args.label_dropout, rng)
         t = draw_times(len(x0), Linear(), (0.0, 1.0), rng).to(x0.device)
         x_t = add_noise(x0, normal_like(x0, rng), t, Linear())
         x_t, t, labels, rows = my_share(x_t, t, labels, rows)
-        return F.nll_loss(model(x_t, t, labels), clusters[rows])
+        joint = model(x_t, t)  # b k c
+        return -joint[torch.arange(len(t)), clusters[rows], labels].mean()
 
     file = args.run / "router.safetensors"
     arguments = describe(args, source)

@@ -89,7 +89,6 @@ def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     add("--clip", type=amount, default=1.0, help="largest gradient norm")
     add("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     add("--compile", action="store_true", help="torch.compile: needs a C++ compiler")
-    add("--label-dropout", type=share, default=0.1, help="share of null labels")
     add("--flip", action="store_true", help="mirror half of the images (not digits!)")
     add("--seed", type=not_negative, default=0)
     add("--device", type=device, default="auto", help="auto, cuda, mps or cpu")
