@@ -25,7 +25,6 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import torch
 from timm.models.vision_transformer import Attention, Mlp, PatchEmbed
 from torch import nn
@@ -231,7 +230,9 @@ def main() -> None:
         f"{flops['ours'] / 1e9:.2f} GFLOP, matrix products at "
         f"{median(lambda rate, _: rate) / 1e9:.1f} GFLOP/s\n"
     )
-    print("| network | step | of the matrix rate | speed beside timm | " + " | ".join(PARTS), end="")
+    print(
+        "| network | step | of the matrix rate | speed beside timm | " + " | ".join(PARTS), end=""
+    )
     print(" | rest |\n|" + "---|" * (5 + len(PARTS)))
     for name in runs:
         step = median(lambda _, s, name=name: s[name]["step"])
