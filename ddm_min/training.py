@@ -123,11 +123,10 @@ def describe(args: Namespace, fingerprint: str) -> dict:
     return json.loads(json.dumps(plain | {"data": fingerprint}))  # as a resume file gives them back
 
 
-def environment(device: str, compiled: bool = False) -> dict:
+def environment(device: str) -> dict:
     """What besides the arguments decides the last bits of a result."""
     return {
         "device": device,
-        "compiled": compiled,
         "threads": torch.get_num_threads(),
         "processes": rank_and_world()[1],
         "torch": torch.__version__,
@@ -258,7 +257,7 @@ def train(
     ema = copy.deepcopy(model).requires_grad_(False).eval()
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = State(model, ema, optimizer, scaler, losses=[])
-    name, here = file.stem, environment(device.type, config.compile)
+    name, here = file.stem, environment(device.type) | {"compile": config.compile}
     if file.exists():
         tensors, metadata = read_file(file, "resume")
         with described_by(file, "a training state"):
