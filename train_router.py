@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ddm_min import data
-from ddm_min.cli import one_sentence_errors, training_arguments
+from ddm_min.cli import data_arguments, one_sentence_errors, training_arguments
 from ddm_min.dit import PRESETS, DiTConfig
 from ddm_min.expert import save_router
 from ddm_min.objectives import draw_times
@@ -38,7 +38,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     where = parser.add_argument_group("what to train on, and where it goes")
-    where.add_argument("--data", default="digits", help=data.NAMES)
+    data_arguments(where)
     where.add_argument("--run", type=Path, required=True, help="folder with the partition")
     where.add_argument("--model", default="router", choices=PRESETS, help="default: router")
     training_arguments(parser, steps=2000, batch_size=128, lr=8e-3)
@@ -48,7 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    dataset = data.load(args.data)
+    dataset = data.load(args.data, args.image_size)
     partition = Partition.load(args.run / "partition.safetensors", dataset)
     num_classes = dataset.num_classes
 

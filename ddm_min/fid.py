@@ -27,6 +27,13 @@ class FeatureStats:
         self.outer += features.T @ features
         return self
 
+    def __add__(self, other: "FeatureStats") -> "FeatureStats":
+        """Those of both sets of samples together."""
+        both = FeatureStats(len(self.sum))
+        both.count = self.count + other.count
+        both.sum, both.outer = self.sum + other.sum, self.outer + other.outer
+        return both
+
     @property
     def mean(self) -> Tensor:
         """[D]."""

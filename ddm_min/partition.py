@@ -1,8 +1,7 @@
 """Split a dataset into K clusters, one per expert (DDM 4.1): features -> fine -> coarse k-means.
 
-Many fine centroids follow the shape of the data; K coarse ones, found among the fine ones weighted
-by their size, merge them; every image goes to the nearest coarse centroid. The result is one file:
-who belongs where, and the fingerprint of the data, which every later step is checked against.
+The result is one file: who belongs where, and the fingerprint of the data, which every later step
+is checked against.
 
     python -m ddm_min.partition --data digits --clusters 4 --run runs/digits
 
@@ -15,6 +14,7 @@ import argparse
 import hashlib
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from ddm_min import data, features
-from ddm_min.cli import not_negative, one_sentence_errors, positive
+from ddm_min.cli import data_arguments, not_negative, one_sentence_errors, positive
 from ddm_min.data import Dataset
 from ddm_min.expert import described_by, read_file, replacing, write_file
+from ddm_min.kmeans import num_distinct, two_stage
 
+FEATURES = ", ".join((*features.FEATURES, "labels or random"))
 SMALL_SHARD = 32  # fewer images than a usual batch
 
 
@@ -87,32 +89,13 @@ class Partition:
         return made
 
 
-def kmeans(points: np.ndarray, k: int, weights: np.ndarray | None, seed: int) -> np.ndarray:
-    """The k centroids of points [N, D], with scikit-learn's k-means++ and Lloyd, in one thread.
-
-    One thread, because sums taken in another order can move a point across a border.
-    """
-    from sklearn.cluster import KMeans
-    from threadpoolctl import threadpool_limits
-
-    with threadpool_limits(1):
-        fitted = KMeans(k, n_init=4, random_state=seed).fit(points, sample_weight=weights)
-    return fitted.cluster_centers_
-
-
-def nearest(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Index of the nearest centroid, [N, D] and [K, D] -> [N]."""
-    distances = torch.cdist(torch.from_numpy(points), torch.from_numpy(centroids).to(torch.float32))
-    return distances.argmin(1).numpy()
-
-
-def two_stage_kmeans(points: np.ndarray, k: int, fine: int, seed: int) -> np.ndarray:
-    """Cluster of each point: fine k-means, then k-means of its centroids weighted by size."""
-    fine_centroids = kmeans(points, fine, None, seed)
-    sizes = np.bincount(nearest(points, fine_centroids), minlength=fine)
-    filled = sizes > 0
-    coarse = kmeans(fine_centroids[filled].astype(np.float32), k, sizes[filled], seed)
-    return nearest(points, coarse)
+def feature_points(dataset: Dataset, feature_name: str) -> np.ndarray:
+    """Features as float32 [N, D], in an unnamed file in $TMPDIR: they may be larger than memory."""
+    with tempfile.TemporaryFile() as file:
+        for batch in features.extract(dataset.images, feature_name):
+            file.write(batch.float().numpy())
+        file.flush()
+        return np.memmap(file, np.float32, "r+").reshape(len(dataset), -1)
 
 
 def partition(
@@ -128,12 +111,12 @@ def partition(
     elif feature_name == "labels":
         assignment = dataset.labels.numpy() % k
     else:
-        points = torch.cat(list(features.extract(dataset.images, feature_name))).numpy()
-        distinct = len(np.unique(points, axis=0))
+        points = feature_points(dataset, feature_name)
+        distinct = num_distinct(points)
         if distinct < k:
             raise ValueError(f"{k} clusters of only {distinct} different images: ask for fewer")
         fine = fine or min(1024, len(points) // 10)
-        assignment = two_stage_kmeans(points, k, min(max(fine, k), distinct), seed)
+        assignment = two_stage(points, k, min(max(fine, k), distinct), seed)
     # Canonical numbers, so that the same split has the same names: the largest cluster first.
     sizes = np.bincount(assignment, minlength=k)
     if (sizes == 0).any():
@@ -205,16 +188,16 @@ def exported_shard(dataset: Dataset, file: Path, cluster: str) -> tuple[Dataset,
 def main(argv: list[str] | None = None) -> None:
     """Split a dataset into K clusters and write RUN/partition.safetensors and RUN/clusters.png."""
     parser = argparse.ArgumentParser(prog="python -m ddm_min.partition", description=main.__doc__)
-    parser.add_argument("--data", default="digits", help=data.NAMES)
+    data_arguments(parser)
     parser.add_argument("--clusters", type=positive, required=True, help="K, the number of experts")
     parser.add_argument("--run", type=Path, required=True, help="folder of this ensemble")
-    parser.add_argument("--features", default="pixels", help="pixels, inception, labels or random")
+    parser.add_argument("--features", default="pixels", help=FEATURES)
     parser.add_argument("--fine", type=positive, help="fine centroids; default min(1024, N / 10)")
     parser.add_argument("--seed", type=not_negative, default=0)
     parser.add_argument("--export", type=Path, help="also write a folder of pictures per island")
     args = parser.parse_args(argv)
 
-    dataset = data.load(args.data)
+    dataset = data.load(args.data, args.image_size)
     made = partition(dataset, args.clusters, args.features, args.fine, args.seed)
     file = args.run / "partition.safetensors"
     if file.exists() and not torch.equal(Partition.load(file, dataset).assignment, made.assignment):

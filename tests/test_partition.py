@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from ddm_min.data import Dataset
-from ddm_min.partition import Partition, main, nearest, partition
+from ddm_min.kmeans import nearest
+from ddm_min.partition import Partition, main, partition
 
 
 def blobs(sizes=(20, 50, 30), seed: int = 0, spread: float = 8.0) -> tuple[Dataset, torch.Tensor]:
