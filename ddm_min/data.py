@@ -181,18 +181,13 @@ def load_npz(file: Path) -> Dataset:
     picture = images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] in (1, 3)
     latent = images.dtype == np.float32 and images.ndim == 4 and np.isfinite(images).all()
     if not images.size or not (picture or latent):
-        raise ValueError(
-            f"{file}: arr_0 must be uint8 [N, H, W, 1 or 3] or finite float32 [N, C, H, W]"
-        )
+        raise ValueError(f"{file}: use uint8 [N, H, W, 1 or 3] or finite float32 [N, C, H, W]")
     images = images.transpose(0, 3, 1, 2) if picture else images
     labels = arrays.get("arr_1", np.zeros(len(images), dtype=np.int64))
     whole = labels.shape == (len(images),) and labels.dtype.kind in "iu"
     if not whole or not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
-        raise ValueError(
-            f"{file}: arr_1 must be {len(images)} labels, from 0 to {MOST_CLASSES - 1}"
-        )
-    num_classes = int(labels.max()) + 1 if "arr_1" in arrays else 0
-    names = [str(label) for label in range(num_classes)]
+        raise ValueError(f"{file}: arr_1 is not {len(images)} labels, from 0 to {MOST_CLASSES - 1}")
+    names = [str(label) for label in range(int(labels.max()) + 1)] if "arr_1" in arrays else []
     images = torch.from_numpy(np.ascontiguousarray(images))
     return Dataset(images, torch.from_numpy(labels).long(), names)
 
@@ -270,8 +265,7 @@ def load_imagenet(root: Path, size: int) -> Dataset:
     places = {stem: (root / stem, root / f"{stem}.npz") for stem in (*train, "val_data")}
     found = {stem: file for stem, pair in places.items() for file in pair if file.is_file()}
     stems = ["val_data"] if [*found] == ["val_data"] else train
-    missing = [stem for stem in stems if stem not in found]
-    if missing:
+    if missing := [stem for stem in stems if stem not in found]:
         raise ValueError(f"{root.resolve()} has no {', '.join(missing)}, as pickle or as .npz")
     files, names = [found[stem] for stem in stems], [str(label) for label in range(1000)]
     return collect(root, files, lambda x: read_archive(x, size), names, f"archives at {size}")
@@ -292,24 +286,22 @@ def read_all(files: list[Path], read: Callable, unit: str, sink) -> tuple[list, 
             return f"{file} ({error or type(error).__name__})"
 
     labels, bad, first, window = [], [], None, 2 if unit == "archives" else 256
-    with ThreadPoolExecutor() as pool, tqdm(total=len(files), unit=f" {unit}", delay=2) as progress:
-        for start in range(0, len(files), window):
-            part = files[start : start + window]
-            for file, found in zip(part, pool.map(attempt, part), strict=True):
-                progress.update()
-                if isinstance(found, str):
-                    bad.append(found)
-                    continue
-                shape = found[0].shape[1:]
-                size = f"{file} is {shape[2]} x {shape[1]}"
-                first = first or (shape, size)
-                if shape != first[0]:
-                    raise ValueError(
-                        f"{size} and {first[1]}: make all one size, or use --image-size"
-                    )
-                sink.write(np.ascontiguousarray(found[0]))
-                labels += found[1]
-                del found  # or this archive would stay in memory beside the next two
+    with ThreadPoolExecutor() as pool:
+        for number, file in enumerate(tqdm(files, unit=unit, disable=isinstance(sink, io.BytesIO))):
+            if number % window == 0:
+                results = pool.map(attempt, files[number : number + window])
+            found = next(results)
+            if isinstance(found, str):
+                bad.append(found)
+                continue
+            shape = found[0].shape[1:]
+            size = f"{file} is {shape[2]} x {shape[1]}"
+            first = first or (shape, size)
+            if shape != first[0]:
+                raise ValueError(f"{size} and {first[1]}: make all one size, or use --image-size")
+            sink.write(np.ascontiguousarray(found[0]))
+            labels += found[1]
+            del found  # or this archive would stay in memory beside the next two
     if bad:
         raise ValueError(f"cannot read {len(bad)} of {len(files)} {unit}: " + "; ".join(bad[:5]))
     return [len(labels), *shape], labels

@@ -10,7 +10,6 @@ Networks take pictures of any size and one or three channels. Their weights are 
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,7 +25,7 @@ from torchvision.transforms.functional import normalize
 from ddm_min import data
 from ddm_min.cli import one_sentence_errors, positive
 from ddm_min.expert import replacing
-from ddm_min.fid import FeatureStats, frechet_distance
+from ddm_min.fid import FeatureStats, distance
 
 WEIGHTS = {  # as their downloads are called in torch.hub's folder
     "inception": "weights-inception-2015-12-05-6726825d.pth",
@@ -89,15 +88,7 @@ def load_network(name: str) -> nn.Module:
 
 def moments(images: Tensor | data.Rows, name: str) -> FeatureStats:
     """Mean and covariance of the features of images [N, C, H, W], in one pass."""
-    stats = None
-    for batch in extract(images, name):
-        stats = (stats or FeatureStats(batch.shape[1])).update(batch)
-    return stats
-
-
-def distance(a, b) -> float:
-    """Frechet distance of two sets of features, which have a mean and a cov."""
-    return frechet_distance(a.mean, a.cov, b.mean, b.cov)
+    return FeatureStats.of(extract(images, name))
 
 
 def read(name: str, image_size: int | None):
@@ -143,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     result = dict(features=args.features, num_a=a.count, num_b=b.count)
     result |= dict(frechet_distance=distance(a, b), floor=floor)
     sizes = f"{a.count or 'unknown'} and {b.count or 'unknown'} images"
-    if min((x.count for x in samples), default=math.inf) <= len(a.mean):
+    if any(x.count <= len(a.mean) for x in samples):
         few = f"{sizes} are few for {len(a.mean)} features: the distance is biased upwards"
         print(f"warning: {few}", file=sys.stderr)
     print(f"Frechet distance in {args.features}: {result['frechet_distance']:.3f} ({sizes})")
@@ -155,5 +146,5 @@ def main(argv: list[str] | None = None) -> None:
         with replacing(args.save_stats) as temporary, open(temporary, "wb") as file:
             np.savez(file, mu=b.mean.numpy(), sigma=b.cov.numpy())
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        with replacing(args.out) as temporary:
+            temporary.write_text(json.dumps(result, indent=2) + "\n")

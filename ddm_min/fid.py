@@ -7,6 +7,8 @@ eigenvalues are those of the symmetric F^T cov_b F, and they are real and >= 0 b
 On Inception features this is FID; on others it is the same formula and not comparable with FID.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,14 @@ class FeatureStats:
         self.count = 0
         self.sum = torch.zeros(num_features, dtype=torch.float64)
         self.outer = torch.zeros(num_features, num_features, dtype=torch.float64)
+
+    @classmethod
+    def of(cls, batches: Iterable[Tensor]) -> "FeatureStats":
+        """Those of all batches [B, D], of which there is at least one."""
+        stats = None
+        for batch in batches:
+            stats = (stats or cls(batch.shape[1])).update(batch)
+        return stats
 
     def update(self, features: Tensor) -> "FeatureStats":
         """Add a batch [B, D]; returns self."""
@@ -56,6 +66,11 @@ def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tenso
     roots = torch.linalg.eigvalsh(factor.T @ cov_b @ factor).clamp(min=0).sqrt()
     distance = (mean_a - mean_b).square().sum() + cov_a.trace() + cov_b.trace() - 2 * roots.sum()
     return max(float(distance), 0.0)
+
+
+def distance(a, b) -> float:
+    """Frechet distance of two sets of samples, each with a mean and a cov."""
+    return frechet_distance(a.mean, a.cov, b.mean, b.cov)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ddm_min import data
-from ddm_min.analytic import EmpiricalFlow, exact_router
+from ddm_min.analytic import EmpiricalFlow, exact_router, pinwheel
 from ddm_min.cli import data_arguments, one_sentence_errors
 from ddm_min.data import Dataset, to_float, to_uint8
 from ddm_min.ensemble import Ensemble
@@ -55,8 +55,7 @@ def show_rows(axes, images: Tensor, names: list[str]) -> None:
     axes.set_yticks([row * height + height / 2 - 1 for row in range(len(images))], names)
     axes.set_xticks([])
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.set_frame_on(False)
 
 
 def heat(axes, shares: Tensor, **style):
@@ -105,9 +104,7 @@ def clusters(dataset: Dataset, partition: Partition, file: Path, columns: int = 
 
 
 @torch.no_grad()
-def routing(
-    run: Path, dataset: Dataset, file: Path, num_times: int = 33, num_images: int = 1024
-) -> None:
+def routing(run: Path, dataset: Dataset, file: Path, num_times=33, num_images=1024) -> None:
     """Mean p(cluster | x_t, t) against t, one panel for the images of each cluster.
 
     At t = 0 every image knows its cluster; at t = 1 all that is left is the prior n_k / N.
@@ -137,12 +134,11 @@ def losses(run: Path, file: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
     for resume in sorted((run / "resume").glob("*.safetensors")):
         tensors, metadata = read_file(resume, "resume")
-        curve, objective = tensors["losses"].numpy(), metadata["arguments"].get("objective")
+        curve, objective = tensors["losses"].numpy(), metadata["arguments"].get("objective", "")
         window = max(len(curve) // 60, 1)
         smooth = np.convolve(curve, np.ones(window) / window, mode="valid")
-        panel = axes[int(resume.stem == "router")]
-        label = f"{resume.stem} {objective or ''}".strip()
-        panel.plot(np.arange(len(smooth)) + window / 2, smooth, label=label)
+        steps, label = np.arange(len(smooth)) + window / 2, f"{resume.stem} {objective}".strip()
+        axes[int(resume.stem == "router")].plot(steps, smooth, label=label)
     if not (axes[0].lines or axes[1].lines):
         raise ValueError(f"there are no training records in {(run / 'resume').resolve()}")
     axes[0].set(title="experts, each in isolation", ylabel="squared error per value", yscale="log")
@@ -155,14 +151,6 @@ def losses(run: Path, file: Path) -> None:
     save(figure, file)
 
 
-def pinwheel(k: int, num: int) -> Tensor:
-    """One of three bent arms of points in the plane: float64 [num, 2, 1, 1]."""
-    along = np.linspace(0.6, 3, num)
-    bend = 0.55 * along + 0.09 * np.random.default_rng(k).standard_normal(num)
-    angle = torch.from_numpy(2 * np.pi * k / 3 + bend)
-    return torch.polar(torch.from_numpy(along), angle).view(torch.float64).reshape(num, 2, 1, 1)
-
-
 @torch.no_grad()
 def theorem(file: Path, time: float = 0.4, edge: float = 3.5) -> None:
     """DDM eq. 4 and HDDM in the plane, with exact experts: parts, router, their sum on the whole.
@@ -171,11 +159,8 @@ def theorem(file: Path, time: float = 0.4, edge: float = 3.5) -> None:
     """
     path, shards = Linear(), [pinwheel(k, num) for k, num in enumerate((60, 90, 120))]
     exact, router = EmpiricalFlow(torch.cat(shards), path), exact_router(shards, path)
-    colors, kinds = ["#0072B2", "#D55E00", "#008C64"], ["eps", "x0", "velocity"]
-    kinds = [Objective(*kind) for kind in zip(kinds, [Cosine(), Betas.ddpm(), path], strict=True)]
-    experts = [
-        Expert(EmpiricalFlow(shards[k], path).expert(kinds[k]), kinds[k], k) for k in range(3)
-    ]
+    kinds = [Objective("eps", Cosine()), Objective("x0", Betas.ddpm()), Objective("velocity", path)]
+    colors, experts = ["#0072B2", "#D55E00", "#008C64"], []
 
     def mixed(chosen: list[Expert], x_t: Tensor, t: Tensor, align: bool = True) -> Tensor:
         ensemble = Ensemble(chosen, router, path, align=align, num_clusters=3, allow_missing=True)
@@ -193,16 +178,15 @@ def theorem(file: Path, time: float = 0.4, edge: float = 3.5) -> None:
         axis.scatter(*points.flatten(1).T, s=size, color=color, **style)
 
     figure, axes = plt.subplots(2, 3, figsize=(11.2, 8.4), layout="constrained")
-    for axis in axes.flat:
-        axis.set(xlim=(-edge, edge), ylim=(-edge, edge), xticks=[], yticks=[], aspect="equal")
+    plt.setp(axes, xlim=(-edge, edge), ylim=(-edge, edge), xticks=[], yticks=[], aspect="equal")
     routed, fields, paths = axes[1]
     (ticks, points, t), rim = grid(60), dict(ec="white", lw=0.4, zorder=3)
     probs = router(points, t).exp().reshape(60, 60, 3).numpy()
-    blend = probs @ np.array([matplotlib.colors.to_rgb(color) for color in colors])
-    look = dict(extent=(-edge, edge) * 2, origin="lower", interpolation="bilinear")
-    routed.imshow(1 - 0.55 * (1 - blend), **look)
+    blend = 1 - 0.55 * (1 - probs @ np.array([matplotlib.colors.to_rgb(c) for c in colors]))
+    routed.imshow(blend, extent=(-edge, edge) * 2, origin="lower", interpolation="bilinear")
     titles = ("eps on cosine", "x0 on a beta table", "velocity on linear")
     for k, (shard, color, axis) in enumerate(zip(shards, colors, axes[0], strict=True)):
+        experts.append(Expert(EmpiricalFlow(shard, path).expert(kinds[k]), kinds[k], k))
         way = -mixed([experts[k]], points, t).reshape(60, 60, 2).permute(2, 0, 1).numpy()
         axis.streamplot(ticks, ticks, *way, color=color, density=0.8, linewidth=0.8)
         dots(axis, exact.data, "0.8", 6)
@@ -255,16 +239,15 @@ def main(argv: list[str] | None = None) -> None:
     data_arguments(parser)
     parser.add_argument("--out", type=Path, help="picture; default RUN/FIGURE.png or theorem.png")
     args = parser.parse_args(argv)
-    if args.figure != "theorem" and args.run is None:
-        parser.error(f"{args.figure} needs --run")
     file = args.out or (args.run or Path()) / f"{args.figure}.png"
-    match args.figure:
-        case "theorem":
-            theorem(file)
-        case "losses":
-            losses(args.run, file)
-        case "routing":
-            routing(args.run, data.load(args.data, args.image_size), file)
+    if args.figure == "theorem":
+        theorem(file)
+    elif args.run is None:
+        parser.error(f"{args.figure} needs --run")
+    elif args.figure == "losses":
+        losses(args.run, file)
+    else:
+        routing(args.run, data.load(args.data, args.image_size), file)
     print(f"wrote {file}")
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ddm_min.dit import DiTConfig, Trunk
 from ddm_min.schedule import Linear, Schedule
 
-MEASURED = 10_000  # images whose covariance stands for that of a larger shard
+MEASURED = 5_000  # images whose covariance stands for that of a larger shard
 STRATEGIES = "full, coupled, top-K, threshold-P, nucleus-P, sample-N or sample-N@TEMPERATURE"
 
 
