@@ -3,7 +3,7 @@
     python benchmarks/kmeans_speed.py --num 1281167 --dims 768
 
 Random float32 features (a mixture of 64 Gaussians, so that there is something to find) lie in an
-unnamed file, as `partition` puts them; 1,024 fine centroids, then --clusters coarse ones. The process
+unnamed file, as `partition` puts them; 1,024 fine centroids, then --clusters coarse. The process
 may own --limit GB (RLIMIT_DATA); pages of the file come on top, and can be dropped at any moment.
 """
 
