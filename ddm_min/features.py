@@ -32,7 +32,7 @@ WEIGHTS = {  # as their downloads are called in torch.hub's folder
     "dinov2": "dinov2_vitb14_pretrain.pth",
     "resnet18": "resnet18-f37072fd.pth",
 }
-FEATURES = ("pixels", *WEIGHTS)
+NAMES = ", ".join(("pixels", *WEIGHTS))
 
 
 def extract(images: Tensor | data.Rows, name: str, batch_size: int = 256) -> Iterator[Tensor]:
@@ -40,8 +40,8 @@ def extract(images: Tensor | data.Rows, name: str, batch_size: int = 256) -> Ite
 
     Raises ValueError if the name is unknown, its weights cannot be had, or these are no pictures.
     """
-    if name not in FEATURES:
-        raise ValueError(f"unknown features {name!r}: use {' or '.join(FEATURES)}")
+    if name not in ("pixels", *WEIGHTS):
+        raise ValueError(f"unknown features {name!r}: use {NAMES}")
     if name != "pixels":
         if images.dtype != torch.uint8 or images.shape[1] not in (1, 3):
             raise ValueError(f"{name} features need pictures, not latents: use pixels")
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("a", help=f"samples: an .npz file (images, or mu and sigma), or {data.NAMES}")
     add("b", help="the real data, named the same way")
-    add("--features", default="pixels", help=f"one of {', '.join(FEATURES)}")
+    add("--features", default="pixels", help=f"one of {NAMES}")
     add("--image-size", type=positive, help="what the pictures of folder:DIR are resized to")
     add("--out", type=Path, help="also write the numbers to this JSON file")
     add("--save-stats", type=Path, help="also write mu and sigma of B, as pytorch-fid does")

@@ -22,13 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm_min import data, features
+from ddm_min import data, features, kmeans
 from ddm_min.cli import data_arguments, not_negative, one_sentence_errors, positive
 from ddm_min.data import Dataset
 from ddm_min.expert import described_by, read_file, replacing, write_file
-from ddm_min.kmeans import canonical, two_stage
 
-FEATURES = ", ".join((*features.FEATURES, "labels or random"))
 SMALL_SHARD = 32  # fewer images than a usual batch
 
 
@@ -84,7 +82,9 @@ class Partition:
 
 
 def feature_points(dataset: Dataset, name: str) -> np.ndarray:
-    """Features as float32 [N, D], in an unnamed file in $TMPDIR: they may be larger than memory."""
+    """Features as float32 [N, D]; of many images, in an unnamed file in $TMPDIR."""
+    if len(dataset) <= kmeans.LARGE:
+        return torch.cat([*features.extract(dataset.images, name)]).numpy()
     with tempfile.TemporaryFile() as file:
         for batch in features.extract(dataset.images, name):
             file.write(batch.float().numpy())
@@ -95,7 +95,7 @@ def feature_points(dataset: Dataset, name: str) -> np.ndarray:
 def partition(dataset: Dataset, k: int, name: str, fine: int | None, seed: int) -> Partition:
     """Assign every image to one of k clusters. Raises ValueError if there cannot be k of them.
 
-    name: one of features.FEATURES, or "labels" (classes dealt out to clusters) or "random"
+    name: one of features.NAMES, or "labels" (classes dealt out to clusters) or "random"
     (DDM figure 4c: clearly worse), for comparison.
     """
     if name == "random":
@@ -103,8 +103,9 @@ def partition(dataset: Dataset, k: int, name: str, fine: int | None, seed: int) 
     elif name == "labels":
         assignment = dataset.labels.numpy() % k
     else:
-        assignment = two_stage(feature_points(dataset, name), k, fine, seed)
-    assignment, num_rows = torch.from_numpy(canonical(assignment, k)), max(dataset.num_classes, 1)
+        assignment = kmeans.two_stage(feature_points(dataset, name), k, fine, seed)
+    assignment = torch.from_numpy(kmeans.canonical(assignment, k))
+    num_rows = max(dataset.num_classes, 1)
     pairs = assignment * num_rows + dataset.labels
     counts = pairs.bincount(minlength=k * num_rows).reshape(k, num_rows)
     return Partition(assignment, counts, dataset.class_names, dataset.fingerprint(), name, seed)
@@ -144,9 +145,8 @@ def exported_shard(dataset: Dataset, file: Path, cluster: str) -> tuple[Dataset,
     if found != expected or list(images.shape[1:]) != shape:
         is_and_should = f"images per class are {found} and should be {expected}, of shape {shape}"
         raise ValueError(f"--data is not cluster {k} of {file}: {is_and_should}")
-    labels = dataset.labels
-    if names:
-        labels = torch.tensor([names.index(name) for name in dataset.class_names])[labels]
+    numbers = [names.index(name) for name in dataset.class_names] or [0]
+    labels = torch.tensor(numbers)[dataset.labels]
     return Dataset(images, labels, names), k, str(fingerprint)
 
 
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
     data_arguments(parser)
     parser.add_argument("--clusters", type=positive, required=True, help="K, the number of experts")
     parser.add_argument("--run", type=Path, required=True, help="folder of this ensemble")
-    parser.add_argument("--features", default="pixels", help=FEATURES)
+    parser.add_argument("--features", default="pixels", help=features.NAMES + ", labels, random")
     parser.add_argument("--fine", type=positive, help="fine centroids; default min(1024, N / 10)")
     parser.add_argument("--seed", type=not_negative, default=0)
     parser.add_argument("--export", type=Path, help="also write a folder of pictures per island")

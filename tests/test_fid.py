@@ -170,7 +170,9 @@ def test_F6_inception_without_its_package_says_what_to_install(monkeypatch):
 
 
 def test_unknown_features_are_refused():
-    with pytest.raises(ValueError, match="unknown features 'best': use pixels or inception or din"):
+    with pytest.raises(
+        ValueError, match="unknown features 'best': use pixels, inception, dinov2, res"
+    ):
         next(features.extract(torch.zeros(2, 3, 8, 8), "best"))
 
 

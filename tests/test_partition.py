@@ -297,10 +297,13 @@ def test_nearest_in_batches_is_the_nearest(monkeypatch):
 
 def test_features_wait_on_the_disk(monkeypatch):
     dataset, _ = blobs()
-    points = feature_points(dataset, "pixels")
-    assert isinstance(points, np.memmap)
-    assert points.dtype == np.float32
-    assert np.array_equal(points, data.to_float(dataset.images).flatten(1).numpy())
+    few = feature_points(dataset, "pixels")
+    assert not isinstance(few, np.memmap)
+    monkeypatch.setattr(kmeans, "LARGE", 99)
+    many = feature_points(dataset, "pixels")
+    assert isinstance(many, np.memmap)
+    assert many.dtype == few.dtype == np.float32
+    assert np.array_equal(many, few)
 
 
 def test_a_large_folder_is_partitioned_like_a_small_one(monkeypatch):
