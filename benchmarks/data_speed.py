@@ -7,9 +7,10 @@ Writes ten synthetic archives in the layout of downsampled ImageNet (random pixe
 .npz at a time), converts them through `data.load("imagenet64:...")` in a process of its own, and
 trains on the result in another: the fingerprint, a shard, its statistics, and batches of 128. With
 --sparse, archives and converted images are files of holes, which read as zeros: the real sizes for
-`data.load` and training, but nothing is converted. Every process is capped to --limit GB of memory of its own by RLIMIT_DATA, which
-counts all that cannot be dropped again; pages of the memory-mapped file can, and are printed
-beside it.
+`data.load` and training, but nothing is converted.
+
+Every process may own --limit GB of memory (RLIMIT_DATA, which counts all that cannot be dropped
+again); the pages of the memory-mapped file can be, and are printed beside it.
 """
 
 import argparse
