@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.transforms.functional import normalize
 
 from ddm_min import data
 from ddm_min.cli import one_sentence_errors, positive
@@ -43,6 +42,8 @@ def extract(images: Tensor | data.Rows, name: str, batch_size: int = 256) -> Ite
     if name not in ("pixels", *WEIGHTS):
         raise ValueError(f"unknown features {name!r}: use {NAMES}")
     if name != "pixels":
+        from torchvision.transforms.functional import normalize
+
         if images.dtype != torch.uint8 or images.shape[1] not in (1, 3):
             raise ValueError(f"{name} features need pictures, not latents: use pixels")
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,7 +78,7 @@ def load_network(name: str) -> nn.Module:
                 network.fc = nn.Identity()
                 return network
     except ModuleNotFoundError as error:
-        problem = f"{name} features need {error.name}: pip install '.[inception]'"
+        problem = f"{name} features need {error.name}: pip install it (or .[inception])"
     except Exception as error:  # whatever the download or a damaged cache raises
         problem = (
             f"the {name.capitalize()} weights cannot be had ({' '.join(str(error).split())}): put "
