@@ -17,24 +17,16 @@ from pathlib import Path
 import torch
 
 from ddm_min import data
-from ddm_min.cli import one_sentence_errors, training_arguments
+from ddm_min.cli import data_arguments, one_sentence_errors, training_arguments
 from ddm_min.dit import PRESETS, DiTConfig
 from ddm_min.expert import save_router
-from ddm_min.objectives import draw_times
+from ddm_min.objectives import draw_times, normal_like
 from ddm_min.partition import Partition
 from ddm_min.router import LearnedRouter
 from ddm_min.run import load_run
 from ddm_min.sampler import sample_clusters
 from ddm_min.schedule import Linear, add_noise
-from ddm_min.training import (
-    TrainConfig,
-    describe,
-    draw_batch,
-    my_share,
-    normal_like,
-    resume_file,
-    train,
-)
+from ddm_min.training import TrainConfig, describe, draw_batch, my_share, resume_file, train
 
 MOST_SAMPLES = 20_000  # that --from-experts draws
 
@@ -44,7 +36,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     where = parser.add_argument_group("what to train on, and where it goes")
-    where.add_argument("--data", default="digits", help=data.NAMES)
+    data_arguments(where)
     where.add_argument("--run", type=Path, required=True, help="folder with the partition")
     private = "train on samples of RUN's experts: needs no --data and no partition"
     where.add_argument("--from-experts", action="store_true", help=private)
@@ -66,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         dataset = data.Dataset(samples.cpu(), labels.cpu(), run.class_names)
         fingerprint, source = prints.pop(), dataset.fingerprint()
     else:
-        dataset = data.load(args.data)
+        dataset = data.load(args.data, args.image_size)
         partition = Partition.load(args.run / "partition.safetensors", dataset)
         clusters, counts = partition.assignment.to(args.device), partition.counts
         source = fingerprint = partition.fingerprint

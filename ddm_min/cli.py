@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from ddm_min.data import NAMES
+
 
 def one_sentence_errors(main: Callable) -> Callable:
     """What a user can cause ends as one sentence and exit code 2, without a traceback.
@@ -73,6 +75,12 @@ def share(text: str) -> float:
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
     return value
+
+
+def data_arguments(parser) -> None:
+    """--data and --image-size, with which `data.load` is called."""
+    parser.add_argument("--data", default="digits", help=NAMES)
+    parser.add_argument("--image-size", type=positive, help="resize pictures of folder:DIR")
 
 
 def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:

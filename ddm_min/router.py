@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ddm_min.dit import DiTConfig, Trunk
 from ddm_min.schedule import Linear, Schedule
 
+MEASURED = 5_000  # images whose covariance stands for that of a larger shard
 STRATEGIES = "full, coupled, top-K, threshold-P, nucleus-P, sample-N or sample-N@TEMPERATURE"
 
 
@@ -82,14 +83,25 @@ class ShardStats:
             raise ValueError(f"statistics of shapes {shapes} do not fit each other")
 
     @classmethod
-    def measure(cls, images: Tensor, labels: Tensor, num_classes: int, rank: int = 64):
-        """From one shard's images [N, c, h, w] in the model's range and labels [N]."""
-        flat = images.flatten(1).float()
-        num_rows = max(num_classes, 1)
+    def measure(cls, images, labels: Tensor, num_classes: int, rank=64, as_floats=None):
+        """From one shard's images [N, c, h, w], in the model's range after `as_floats`, and labels.
+
+        At most MEASURED images are in memory at a time. The covariance of more than that is the one
+        of as many random ones among them; counts, means and range are of all.
+        """
+        as_floats, num_rows = as_floats or (lambda x: x), max(num_classes, 1)
         counts = torch.bincount(labels, minlength=num_rows)
-        means = torch.zeros(num_rows, flat.shape[1]).index_add_(0, labels, flat)
+        means, ends = torch.zeros(num_rows, images.shape[1:].numel()), []
+        for rows in torch.arange(len(labels)).split(MEASURED):
+            flat = as_floats(images[rows]).flatten(1).float()
+            means.index_add_(0, labels[rows], flat)
+            ends += flat.aminmax()
         means /= counts.clamp(min=1)[:, None]
-        within = flat - means[labels]
+        if len(labels) > MEASURED:
+            rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+            rows = rows[:MEASURED].sort().values  # in order, which a disk reads faster
+            flat = as_floats(images[rows]).flatten(1).float()
+        within = flat - means[labels[rows]]
         variance = within.square().sum() / len(flat)  # trace of the covariance
         rank = min(rank, *within.shape)
         with torch.random.fork_rng(devices=[]):  # svd_lowrank starts from a random guess
@@ -97,7 +109,8 @@ class ShardStats:
             _, singular, basis = torch.svd_lowrank(within, q=rank, niter=4)
         variances = singular.square() / len(flat)
         rest = (variance - variances.sum()).clamp(min=0) / max(flat.shape[1] - rank, 1)
-        return cls(counts, means, basis, variances, rest, torch.stack(flat.aminmax()))
+        value_range = torch.stack(torch.stack(ends).aminmax())
+        return cls(counts, means, basis, variances, rest, value_range)
 
     def mean_image(self, labels: Tensor, null_label: int) -> Tensor:
         """Mean of each label's class, or of the whole shard for the null label: [B] -> [B, D]."""

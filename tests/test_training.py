@@ -19,16 +19,8 @@ from ddm_min import partition, training
 from ddm_min.data import Dataset, to_float
 from ddm_min.dit import DiT, DiTConfig
 from ddm_min.expert import read_file, write_file
-from ddm_min.objectives import FLOW, draw_times, loss
-from ddm_min.training import (
-    TrainConfig,
-    describe,
-    draw_batch,
-    drop_labels,
-    normal_like,
-    resume_file,
-    train,
-)
+from ddm_min.objectives import FLOW, draw_times, drop_labels, loss, normal_like
+from ddm_min.training import TrainConfig, describe, draw_batch, resume_file, train
 
 # ---------------------------------------------------------------- small things to train
 
