@@ -310,6 +310,7 @@ def train(
         if len(state.losses) > first:
             state.save(file, arguments, here)
     if len(state.losses) < config.steps:
-        print(f"{name}: stopped after step {len(state.losses)}; the same command goes on there")
+        news = f"stopped after step {len(state.losses)}; the same command goes on from there"
+        print(f"{name}: {news}")
         sys.exit(130)
     return ema.eval(), state.losses

@@ -109,8 +109,8 @@ def test_F6_a_cut_or_missing_weights_file_is_named_with_what_to_do(monkeypatch):
 # ---------------------------------------------------------------- G1: on and off
 
 SWITCHES = {  # script -> its on/off options
-    "train_expert": (train_expert, ["--flip"], "--run RUN --cluster all"),
-    "train_router": (train_router, ["--flip", "--from-experts"], "--run RUN"),
+    "train_expert": (train_expert, ["--flip", "--compile"], "--run RUN --cluster all"),
+    "train_router": (train_router, ["--flip", "--compile", "--from-experts"], "--run RUN"),
     "sample": (sample, ["--allow-missing"], "RUN"),
     "convert_ckpt": (convert_ckpt, ["--raw"], "a.pt b.safetensors"),
 }
@@ -142,7 +142,9 @@ def test_G1_the_configuration_that_counts_is_kept_with_the_run(tmp_path):
     assert kept["flip"] is True
     assert kept["objective"] == "flow"  # also what was left to its default
     assert (kept["steps"], kept["batch_size"], kept["seed"]) == (2, 4, 0)
-    assert metadata["environment"].keys() == {"device", "threads", "processes", "torch", "machine"}
+    assert metadata["environment"].keys() == {
+        "device", "threads", "processes", "torch", "machine", "compile",
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- D3: more folders than classes

@@ -210,7 +210,7 @@ def test_H5_a_batch_that_does_not_divide_is_refused_with_both_numbers(
     assert 2 in statuses
     assert 0 not in statuses
     said = all_said(tmp_path)
-    assert f"a batch of {batch_size} images does not divide among {world} processes" in said
+    assert f"{batch_size} images do not divide among {world} processes" in said
     assert [x.name for x in run.iterdir() if x.name != "resume"] == ["partition.safetensors"]
 
 

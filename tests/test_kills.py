@@ -107,7 +107,7 @@ def test_a_signal_before_training_ends_without_a_traceback(tmp_path, number):
     log = tmp_path / "log"
 
     def slow(argv):
-        def load(name):
+        def load(*_):
             (tmp_path / "loading").touch()
             time.sleep(30)
 
