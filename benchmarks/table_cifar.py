@@ -44,6 +44,7 @@ PARTS = (  # RUN, cluster, batch size, steps, further options
     ),
     *(("k8", k, 16, STEPS, []) for k in range(8)),
 )
+RUNS = ("monolith", "k4", "ddpm", "intervals", "k8")
 ROWS = (  # name, RUN, strategy, router
     ("monolith", "monolith", "full", "prior"),
     ("3 intervals (MDM)", "intervals", "full", "prior"),
@@ -61,16 +62,18 @@ ROWS = (  # name, RUN, strategy, router
 )
 
 
-def train_all(source: str) -> float:
-    """Train what is missing; returns the core-minutes of all experts."""
-    clock = HOME / "seconds.json"
+def train_all(source: str, runs: list[str]) -> float:
+    """Train what is missing of these runs; returns the core-minutes of all experts."""
     for run, k in (("k4", 4), ("k8", 8)):
         if not (HOME / run / "partition.safetensors").exists():
             split_run(HOME / run, source, k, "pixels", "--fine", "64")
     gather(HOME / "ddpm", {"partition.safetensors": HOME / "k4" / "partition.safetensors"})
     for run, cluster, batch_size, steps, options in PARTS:
+        if run not in runs:
+            continue
+        clock = HOME / run / "seconds.json"
         seconds = json.loads(clock.read_text()) if clock.exists() else {}
-        name = f"{run} {cluster} {' '.join(options)}"
+        name = f"{cluster} {' '.join(options)}"
         if name not in seconds:
             start = time.process_time()
             train_expert.main(
@@ -80,13 +83,16 @@ def train_all(source: str) -> float:
                 + options
             )
             clock.write_text(json.dumps(seconds | {name: time.process_time() - start}))
+    if set(runs) != set(RUNS):
+        return 0.0
     for run in ("k4", "k8"):
         trials.train_the_router(HOME / run, source, 0)
     names = ("partition", "router", "expert_1", "expert_3")
     files = {f"{name}.safetensors": HOME / "k4" / f"{name}.safetensors" for name in names}
     files |= {f"expert_{k}.safetensors": HOME / "ddpm" / f"expert_{k}.safetensors" for k in (0, 2)}
     gather(HOME / "mixed", files)
-    return sum(json.loads(clock.read_text()).values()) / 60
+    clocks = [json.loads((HOME / run / "seconds.json").read_text()) for run in runs]
+    return sum(sum(seconds.values()) for seconds in clocks) / 60
 
 
 def within_class(images: Tensor, labels: Tensor) -> float:
@@ -103,7 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--train-only", action="store_true")
+    only = "train these and stop: several of them can run at the same time"
+    parser.add_argument("--only", nargs="+", choices=RUNS, help=only)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if not WEIGHTS.exists():
@@ -114,8 +121,8 @@ def main() -> None:
         whole = np.load(WEIGHTS.parent / "train.npz")
         rows = np.random.default_rng(0).permutation(len(whole["arr_0"]))[:NUM_TRAIN]
         np.savez(file, arr_0=whole["arr_0"][rows], arr_1=whole["arr_1"][rows])
-    minutes = train_all(f"npz:{file}")
-    if args.train_only:
+    minutes = train_all(f"npz:{file}", args.only or RUNS)
+    if args.only:
         return
 
     held = data.load(f"npz:{WEIGHTS.parent / 'held.npz'}")
