@@ -37,6 +37,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     share = "share a missing expert's part among those present"
     add("--allow-missing", action="store_true", help=share)
     add("--batch-size", type=positive, default=256)
+    add("--precision", default="fp32", choices=("fp32", "bf16"), help="of the experts' networks")
     add("--seed", type=not_negative, default=0)
     add("--device", type=device, default="auto", help="auto, cuda, mps or cpu")
     out = "a .png grid, an .npz with labels, or a folder of pictures; default: samples.png"
@@ -61,6 +62,10 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(
             "guidance needs experts that were trained on classes, with --label-dropout"
         )
+    if args.precision == "bf16":  # routing and the solver stay in float32
+        autocast = torch.autocast(torch.device(args.device).type, torch.bfloat16)
+        for expert in run.experts:
+            expert.model.forward = autocast(expert.model.forward)
     ensemble = Ensemble(
         run.experts, run.router, path, num_clusters=len(run.counts), counts=run.counts,
         num_classes=len(run.class_names), allow_missing=args.allow_missing,

@@ -19,26 +19,17 @@ from torch import Tensor
 
 from ddm_min import data
 from ddm_min.adaln_single import MODULATIONS
-from ddm_min.cli import amount, one_sentence_errors, training_arguments
+from ddm_min.cli import amount, data_arguments, one_sentence_errors, share, training_arguments
 from ddm_min.data import to_float
 from ddm_min.distillation import believed_pair
 from ddm_min.dit import PRESETS, DiT, DiTConfig
 from ddm_min.expert import Expert
-from ddm_min.objectives import NAMED, Objective, draw_times, loss
+from ddm_min.objectives import NAMED, Objective, draw_times, drop_labels, loss, normal_like
 from ddm_min.partition import Partition, exported_shard
 from ddm_min.router import ShardStats
-from ddm_min.run import load_run
+from ddm_min.run import load_experts
 from ddm_min.schedule import Betas, Cosine, Linear
-from ddm_min.training import (
-    TrainConfig,
-    describe,
-    draw_batch,
-    drop_labels,
-    my_share,
-    normal_like,
-    resume_file,
-    train,
-)
+from ddm_min.training import TrainConfig, describe, draw_batch, my_share, resume_file, train
 
 SCHEDULES = {"linear": Linear, "cosine": Cosine, "betas": Betas.ddpm}
 
@@ -48,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     where = parser.add_argument_group("what to train on, and where it goes")
-    where.add_argument("--data", default="digits", help=data.NAMES)
+    data_arguments(where)
     where.add_argument("--run", type=Path, required=True, help="folder of the ensemble")
     where.add_argument("--cluster", required=True, help="a number from the partition, or all")
     where.add_argument("--classes", type=Path, help="classes.json, if --data is an exported shard")
@@ -61,6 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     what.add_argument("--model", choices=PRESETS, help="default: that of --init, else tiny")
     what.add_argument("--modulation", choices=MODULATIONS, help="default: --init's, else single")
+    what.add_argument("--label-dropout", type=share, default=0.1, help="share of null labels")
     what.add_argument("--init", help="start from the weights and objective of an expert file")
     what.add_argument("--teacher", help="a RUN: learn what its expert of the image's cluster says")
     what.add_argument(
@@ -109,8 +101,8 @@ def load_teacher(args: argparse.Namespace, dataset: data.Dataset) -> tuple[list[
     if args.cluster != "all":
         raise ValueError(f"--teacher needs --cluster all: a student learns all of {folder}")
     partition = Partition.load(folder / "partition.safetensors", dataset)
-    experts = load_run(folder, "prior", args.device).experts
-    if experts[0].fingerprint != partition.fingerprint:
+    _, experts = load_experts(folder, args.device)
+    if {expert.fingerprint for expert in experts} - {partition.fingerprint, ""}:
         raise ValueError(f"the experts in {folder} were trained for another partition than its own")
     return experts, partition.assignment
 
@@ -118,7 +110,7 @@ def load_teacher(args: argparse.Namespace, dataset: data.Dataset) -> tuple[list[
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    dataset = data.load(args.data)
+    dataset = data.load(args.data, args.image_size)
     cluster, fingerprint = "all", ""
     if args.classes:
         dataset, cluster, fingerprint = exported_shard(dataset, args.classes, args.cluster)
@@ -132,10 +124,13 @@ def main(argv: list[str] | None = None) -> None:
         objective = NAMED[args.objective]
     if args.schedule:
         objective = replace(objective, schedule=SCHEDULES[args.schedule]())
-    stats = ShardStats.measure(to_float(dataset.images), dataset.labels, dataset.num_classes)
+    stats = ShardStats.measure(
+        dataset.images, dataset.labels, dataset.num_classes, as_floats=to_float
+    )
+    latents = dataset.images.dtype.is_floating_point
     expert = Expert(
         model, objective, cluster, tuple(args.time_interval), stats, dataset.class_names,
-        fingerprint, args.label_dropout, args.steps, args.seed, dataset.images.is_floating_point(),
+        fingerprint, args.label_dropout, args.steps, args.seed, latents,
     )  # fmt: skip
     arguments = describe(args, dataset.fingerprint())
     teachers, clusters = load_teacher(args, dataset) if args.teacher else ([], None)
@@ -148,7 +143,8 @@ def main(argv: list[str] | None = None) -> None:
         x0, eps, t, labels, rows = my_share(x0, normal_like(x0, rng), t, labels, rows)
         if teachers:  # the same x_t, and the teacher's belief in what it is made of (DDM 3.6)
             homes = clusters[rows.cpu()].to(x0.device)
-            x0, eps = believed_pair(teachers, homes, x0, eps, t, labels, objective.schedule)
+            asked = (x0, eps, t, labels, objective.schedule, dataset.num_classes)
+            x0, eps = believed_pair(teachers, homes, *asked)
         return loss(model, x0, eps, t, labels, objective, args.max_weight).mean()
 
     file = args.run / expert.file_name

@@ -3,9 +3,9 @@
     python train_router.py --data digits --run runs/digits
     python train_router.py --run runs/digits --from-experts
 
-The same loop as train_expert.py with another loss: cross-entropy with the cluster of each image, on
-x_t of the path that is sampled. Batches keep the data's proportions, because the prior n_k / N
-belongs to the posterior.
+The same loop as train_expert.py with another loss: cross-entropy with the cluster and class of each
+image, on x_t of the path that is sampled. Batches keep the data's proportions, because the prior
+n_k / N belongs to the posterior.
 
 Where nobody may pool the data (DDM's private-data setting), --from-experts trains on samples of the
 experts, as many of each class and cluster as their files say there are images.
@@ -15,28 +15,18 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from ddm_min import data
-from ddm_min.cli import one_sentence_errors, training_arguments
+from ddm_min.cli import data_arguments, one_sentence_errors, training_arguments
 from ddm_min.dit import PRESETS, DiTConfig
 from ddm_min.expert import save_router
-from ddm_min.objectives import draw_times
+from ddm_min.objectives import draw_times, normal_like
 from ddm_min.partition import Partition
 from ddm_min.router import LearnedRouter
 from ddm_min.run import load_run
 from ddm_min.sampler import sample_clusters
 from ddm_min.schedule import Linear, add_noise
-from ddm_min.training import (
-    TrainConfig,
-    describe,
-    draw_batch,
-    drop_labels,
-    my_share,
-    normal_like,
-    resume_file,
-    train,
-)
+from ddm_min.training import TrainConfig, describe, draw_batch, my_share, resume_file, train
 
 MOST_SAMPLES = 20_000  # that --from-experts draws
 
@@ -46,12 +36,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     where = parser.add_argument_group("what to train on, and where it goes")
-    where.add_argument("--data", default="digits", help=data.NAMES)
+    data_arguments(where)
     where.add_argument("--run", type=Path, required=True, help="folder with the partition")
     private = "train on samples of RUN's experts: needs no --data and no partition"
     where.add_argument("--from-experts", action="store_true", help=private)
     where.add_argument("--model", default="router", choices=PRESETS, help="default: router")
-    training_arguments(parser, steps=2000, batch_size=128, lr=8e-3)
+    training_arguments(parser, steps=4000, batch_size=128, lr=8e-3)
     return parser.parse_args(argv)
 
 
@@ -68,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         dataset = data.Dataset(samples.cpu(), labels.cpu(), run.class_names)
         fingerprint, source = prints.pop(), dataset.fingerprint()
     else:
-        dataset = data.load(args.data)
+        dataset = data.load(args.data, args.image_size)
         partition = Partition.load(args.run / "partition.safetensors", dataset)
         clusters, counts = partition.assignment.to(args.device), partition.counts
         source = fingerprint = partition.fingerprint
@@ -82,11 +72,11 @@ def main(argv: list[str] | None = None) -> None:
 
     def batch_loss(model, rng):
         x0, labels, rows = draw_batch(dataset, args.batch_size, rng, args.flip)
-        labels = drop_labels(labels, num_classes, args.label_dropout, rng)
         t = draw_times(len(x0), Linear(), (0.0, 1.0), rng).to(x0.device)
         x_t = add_noise(x0, normal_like(x0, rng), t, Linear())
         x_t, t, labels, rows = my_share(x_t, t, labels, rows)
-        return F.nll_loss(model(x_t, t, labels), clusters[rows])
+        joint = model(x_t, t)  # b k c
+        return -joint[torch.arange(len(t)), clusters[rows], labels].mean()
 
     file = args.run / "router.safetensors"
     arguments = describe(args, source)

@@ -48,7 +48,7 @@ EQUIVALENT = {
     ): "a choice of accuracy: one more iteration only refines the approximate SVD",
     (
         "router",
-        "def measure(cls, images: Tensor, labels: Tensor, num_classes: int, rank: int = 64):",
+        "def measure(cls, images, labels: Tensor, num_classes: int, rank=64, as_floats=None):",
         "64 -> 65",
     ): "a default, not a law",
     (

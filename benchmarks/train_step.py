@@ -25,7 +25,6 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import torch
 from timm.models.vision_transformer import Attention, Mlp, PatchEmbed
 from torch import nn
@@ -36,8 +35,8 @@ from tqdm import tqdm
 from ddm_min import training
 from ddm_min.data import Dataset
 from ddm_min.dit import PRESETS, DiT, DiTConfig, position_table, sinusoids, unpatchify
-from ddm_min.objectives import FLOW, draw_times, loss
-from ddm_min.training import TrainConfig, draw_batch, drop_labels, normal_like
+from ddm_min.objectives import FLOW, draw_times, drop_labels, loss, normal_like
+from ddm_min.training import TrainConfig, draw_batch
 
 PARTS = ("data", "forward", "backward", "optimizer", "EMA")
 SQUARE = 2048  # side of the matrices whose product is the machine's rate

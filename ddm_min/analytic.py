@@ -14,6 +14,7 @@ images factors into one over shards (the router) and one inside each shard (its 
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,3 +131,11 @@ def exact_router(
         return torch.stack(evidence, dim=1).log_softmax(1)
 
     return log_probs
+
+
+def pinwheel(k: int, num: int) -> Tensor:
+    """A shard to look at: one of three bent arms in the plane, float64 [num, 2, 1, 1]."""
+    along = np.linspace(0.6, 3, num)
+    bend = 0.55 * along + 0.09 * np.random.default_rng(k).standard_normal(num)
+    angle = torch.from_numpy(2 * np.pi * k / 3 + bend)
+    return torch.polar(torch.from_numpy(along), angle).view(torch.float64).reshape(num, 2, 1, 1)

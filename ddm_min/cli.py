@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from ddm_min.data import NAMES
+
 
 def one_sentence_errors(main: Callable) -> Callable:
     """What a user can cause ends as one sentence and exit code 2, without a traceback.
@@ -75,6 +77,12 @@ def share(text: str) -> float:
     return value
 
 
+def data_arguments(parser) -> None:
+    """--data and --image-size, with which `data.load` is called."""
+    parser.add_argument("--data", default="digits", help=NAMES)
+    parser.add_argument("--image-size", type=positive, help="resize pictures of folder:DIR")
+
+
 def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     """The arguments that training an expert and training a router share; see TrainConfig."""
     how = parser.add_argument_group("optimisation")
@@ -89,7 +97,6 @@ def training_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     add("--clip", type=amount, default=1.0, help="largest gradient norm")
     add("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     add("--compile", action="store_true", help="torch.compile: needs a C++ compiler")
-    add("--label-dropout", type=share, default=0.1, help="share of null labels")
     add("--flip", action="store_true", help="mirror half of the images (not digits!)")
     add("--seed", type=not_negative, default=0)
     add("--device", type=device, default="auto", help="auto, cuda, mps or cpu")

@@ -2,32 +2,73 @@
 
     digits            1,797 real handwritten digits, 8 x 8, shipped inside scikit-learn
     cifar10[:DIR]     CIFAR-10 through torchvision, downloaded to DIR if it is not there
+    imagenet64:DIR    the official downsampled ImageNet: train_data_batch_1 to 10, else val_data,
+                      each a pickle or an .npz; imagenet32:DIR is the same at 32 x 32
     folder:DIR        pictures in class folders, or directly in DIR (then without classes)
     npz:FILE          arr_0 uint8 [N, H, W, C] or float32 latents [N, C, H, W], arr_1 labels [N]
 
 Images are uint8 [N, C, H, W] and become floats in [-1, 1] batch by batch; latents stay as they are.
+
+A folder or archives of more than LARGE bytes are converted once, and read memory-mapped from then
+on: $DDM_MIN_CACHE (or ~/.cache/ddm_min)/NAME-KEY holds images.raw and about.npz, where KEY is the
+SHA-256 of kind, image size, and name, size and modification time of every source file. Change one
+of these, and the next `load` converts anew; delete the folder whenever you like.
 """
 
 import hashlib
+import io
+import math
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 from PIL import Image, ImageOps
 from torch import Tensor
+from tqdm import tqdm
 
-NAMES = "digits, cifar10[:DIR], folder:DIR or npz:FILE"
+from ddm_min.expert import described_by, replacing
+
+NAMES = "digits, cifar10[:DIR], imagenet64:DIR, imagenet32:DIR, folder:DIR or npz:FILE"
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 MOST_CLASSES = 100_000  # a label beyond this is no label but damage
+LARGE = 2**28  # bytes: files beyond this are converted, images beyond this are not copied
+ARRAYS = re.compile(  # what a pickle may name: enough to build arrays, not enough to run code
+    r"numpy\.(ndarray|dtype)|numpy\._?core\.multiarray\.(_reconstruct|scalar)"
+    r"|numpy\._?core\.numeric\._frombuffer|_codecs\.encode"
+)
+
+
+class Rows:
+    """Some rows of large images, left where they are: as much of a tensor as is used of images.
+
+    whole: Tensor or Rows [M, C, H, W]; index int64 [N]. A batch, asked for by a tensor of indices,
+    is read and brought to `device`.
+    """
+
+    def __init__(self, whole, index: Tensor, device: str = "cpu"):
+        self.whole, self.index, self.device = whole, index, device
+        self.shape, self.dtype = torch.Size((len(index), *whole.shape[1:])), whole.dtype
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        return self.whole[self.index[rows.cpu()]].to(self.device)
 
 
 @dataclass
 class Dataset:
     """images uint8 or float32 [N, C, H, W]; labels int64 [N]; class_names, empty if none."""
 
-    images: Tensor
+    images: Tensor | Rows
     labels: Tensor
     class_names: list[str]
 
@@ -39,13 +80,27 @@ class Dataset:
         """0 means unconditional; the null class is num_classes."""
         return len(self.class_names)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the images take in memory, if they are brought there."""
+        return math.prod(self.images.shape) * self.images.dtype.itemsize
+
     def subset(self, rows: Tensor) -> "Dataset":
-        """The same classes, fewer images."""
-        return Dataset(self.images[rows], self.labels[rows], self.class_names)
+        """The same classes, fewer images (indices or a mask): a copy, or Rows if it is large."""
+        index, copied = torch.arange(len(self))[rows], self.num_bytes <= LARGE
+        images = self.images[index] if copied else Rows(self.images, index)
+        return Dataset(images, self.labels[index], self.class_names)
 
     def to(self, device: str) -> "Dataset":
-        """The same, on a device: a batch is then one gather there."""
-        return Dataset(self.images.to(device), self.labels.to(device), self.class_names)
+        """On a GPU: whole, if that takes a third of the free memory there, and then a batch is one
+        gather; else batch by batch. On the CPU nothing is copied."""
+        if device == "cpu":
+            return self
+        images = Rows(self.images, torch.arange(len(self)), device)
+        free = torch.cuda.mem_get_info(device)[0] if "cuda" in device else math.inf
+        if self.num_bytes <= free / 3:
+            images = torch.cat([images[rows] for rows in images.index.split(4096)])
+        return Dataset(images, self.labels.to(device), self.class_names)
 
     def fingerprint(self) -> str:
         """SHA-256 of shape, labels and 256 images at fixed places: tells datasets apart."""
@@ -66,16 +121,23 @@ def to_uint8(images: Tensor) -> Tensor:
     return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def load(name: str) -> Dataset:
-    """Read the dataset called `name`. Raises ValueError or OSError with one sentence that helps."""
+def load(name: str, image_size: int | None = None) -> Dataset:
+    """Read the dataset called `name`. Raises ValueError or OSError with one sentence that helps.
+
+    image_size: pictures of a folder are resized so that the short side fits, and cropped square.
+    """
     kind, _, place = name.partition(":")
+    if image_size and kind != "folder":
+        raise ValueError(f"--image-size resizes folder:DIR only: {name} has a size of its own")
     match kind:
         case "digits" if not place:
             return load_digits()
         case "cifar10":
             return load_cifar10(Path(place or "data"))
+        case "imagenet32" | "imagenet64" if place:
+            return load_imagenet(Path(place), int(kind[-2:]))
         case "folder" if place:
-            return load_folder(Path(place))
+            return load_folder(Path(place), image_size)
         case "npz" if place:
             return load_npz(Path(place))
     raise ValueError(f"unknown dataset {name!r}: use {NAMES}")
@@ -87,9 +149,8 @@ def load_digits() -> Dataset:
 
     digits = sklearn_digits()
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]
-    return Dataset(
-        torch.from_numpy(images), torch.from_numpy(digits.target).long(), list("0123456789")
-    )
+    labels = torch.from_numpy(digits.target).long()
+    return Dataset(torch.from_numpy(images), labels, list("0123456789"))
 
 
 def load_cifar10(root: Path) -> Dataset:
@@ -116,41 +177,35 @@ def load_npz(file: Path) -> Dataset:
         raise ValueError(f"there is no file {file.resolve()}") from None
     except Exception as error:  # zipfile, zlib, struct and numpy all raise their own
         raise ValueError(f"{file} is not a complete npz file ({error})") from None
-    images = arrays.get("arr_0")
-    if (
-        images is None
-        or images.ndim != 4
-        or images.dtype not in (np.uint8, np.float32)
-        or not images.size
-        or not np.isfinite(images).all()
-    ):
-        raise ValueError(f"{file}: arr_0 must be uint8 [N, H, W, C] or finite float32 [N, C, H, W]")
-    if images.dtype == np.uint8:
-        if images.shape[3] not in (1, 3):
-            raise ValueError(f"{file}: arr_0 has {images.shape[3]} channels: pictures have 1 or 3")
-        images = images.transpose(0, 3, 1, 2)
+    images = arrays.get("arr_0", np.empty(0))
+    picture = images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] in (1, 3)
+    latent = images.dtype == np.float32 and images.ndim == 4 and np.isfinite(images).all()
+    if not images.size or not (picture or latent):
+        raise ValueError(f"{file}: use uint8 [N, H, W, 1 or 3] or finite float32 [N, C, H, W]")
+    images = images.transpose(0, 3, 1, 2) if picture else images
     labels = arrays.get("arr_1", np.zeros(len(images), dtype=np.int64))
     whole = labels.shape == (len(images),) and labels.dtype.kind in "iu"
     if not whole or not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
-        raise ValueError(
-            f"{file}: arr_1 must hold {len(images)} labels, integers from 0 to {MOST_CLASSES - 1}"
-        )
-    num_classes = int(labels.max()) + 1 if "arr_1" in arrays else 0
-    names = [str(label) for label in range(num_classes)]
-    return Dataset(
-        torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels).long(), names
-    )
+        raise ValueError(f"{file}: arr_1 is not {len(images)} labels, from 0 to {MOST_CLASSES - 1}")
+    names = [str(label) for label in range(int(labels.max()) + 1)] if "arr_1" in arrays else []
+    images = torch.from_numpy(np.ascontiguousarray(images))
+    return Dataset(images, torch.from_numpy(labels).long(), names)
 
 
-def read_image(file: Path) -> np.ndarray:
-    """One picture as uint8 [3, H, W]: EXIF rotation applied, any mode made RGB, alpha dropped."""
+def read_image(file: Path, image_size: int | None = None) -> np.ndarray:
+    """One picture as uint8 [3, H, W]: EXIF rotation applied, any mode made RGB, alpha dropped.
+
+    With image_size: its middle square, brought to this size by an antialiased bicubic filter.
+    """
     with Image.open(file) as image:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits per pixel: convert() would clip at 255, not scale
-            image = Image.fromarray(
-                (np.asarray(image, dtype=np.int64) // 257).clip(0, 255).astype(np.uint8)
-            )
-        return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+            gray = np.asarray(image, dtype=np.int64) // 257
+            image = Image.fromarray(gray.clip(0, 255).astype(np.uint8))
+        image = image.convert("RGB")
+        if image_size:
+            image = ImageOps.fit(image, (image_size, image_size))
+        return np.asarray(image).transpose(2, 0, 1)
 
 
 def write_image(image: Tensor, file: Path) -> None:
@@ -159,44 +214,130 @@ def write_image(image: Tensor, file: Path) -> None:
     Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(file)
 
 
-def load_folder(root: Path) -> Dataset:
-    """Pictures of one size below `root`; a class per folder, labels in the names' sorted order.
+def load_folder(root: Path, image_size: int | None = None) -> Dataset:
+    """Pictures below `root`; a class per folder, labels in the names' sorted order.
 
-    Hidden files and folders and files that are no pictures are passed over. Every picture is read
-    before anything else happens: one that cannot be read stops here, by name.
+    Hidden files and folders and files that are no pictures are passed over. Without image_size
+    the pictures must be of one size.
     """
     if not root.is_dir():
         raise ValueError(f"there is no folder {root.resolve()}")
     folders = sorted(d for d in root.iterdir() if d.is_dir() and not d.name.startswith("."))
-    files, labels = [], []
+    labels: dict[Path, int] = {}
     for label, folder in enumerate(folders or [root]):
-        found = sorted(
-            file
-            for file in folder.rglob("*")
-            if file.suffix.lower() in SUFFIXES
-            and not any(part.startswith(".") for part in file.relative_to(root).parts)
-        )
+        pictures = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+        found = sorted(x for x in pictures if "/." not in f"/{x.relative_to(root).as_posix()}")
         if not found:
             raise ValueError(f"there are no pictures in {folder.resolve()}")
-        files += found
-        labels += [label] * len(found)
+        labels |= dict.fromkeys(found, label)
 
-    def read(file: Path):
+    def read(file: Path) -> tuple[np.ndarray, list[int]]:
+        return read_image(file, image_size)[None], [labels[file]]
+
+    names = [folder.name for folder in folders]
+    return collect(root, list(labels), read, names, f"pictures at {image_size}")
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Arrays and plain data only. Raises UnpicklingError for anything that could run code."""
+
+    def find_class(self, module: str, name: str):
+        if not ARRAYS.fullmatch(f"{module}.{name}"):
+            raise pickle.UnpicklingError(f"{module}.{name} in it could run code")
+        return super().find_class(module, name)
+
+
+def read_archive(file: Path, size: int) -> tuple[np.ndarray, list[int]]:
+    """(uint8 [N, 3, size, size], labels from 0) of one official archive, whose mean is ignored."""
+    with open(file, "rb") as stream:
+        pickled = file.suffix != ".npz"
+        stored = ArrayUnpickler(stream, encoding="latin1").load() if pickled else np.load(stream)
+        pixels, labels = stored["data"], np.asarray(stored["labels"])
+    whole = pixels.dtype == np.uint8 and pixels.shape == (len(labels), 3 * size * size)
+    if not whole or labels.dtype.kind not in "iu" or not 1 <= labels.min() <= labels.max() <= 1000:
+        raise ValueError(f"data must be uint8 [N, {3 * size**2}] and labels whole, from 1 to 1000")
+    return pixels.reshape(-1, 3, size, size), (labels.astype(int) - 1).tolist()
+
+
+def load_imagenet(root: Path, size: int) -> Dataset:
+    """The ten training archives of downsampled ImageNet, or else its validation archive."""
+    train = [f"train_data_batch_{number}" for number in range(1, 11)]
+    places = {stem: (root / stem, root / f"{stem}.npz") for stem in (*train, "val_data")}
+    found = {stem: file for stem, pair in places.items() for file in pair if file.is_file()}
+    stems = ["val_data"] if [*found] == ["val_data"] else train
+    if missing := [stem for stem in stems if stem not in found]:
+        raise ValueError(f"{root.resolve()} has no {', '.join(missing)}, as pickle or as .npz")
+    files, names = [found[stem] for stem in stems], [str(label) for label in range(1000)]
+    return collect(root, files, lambda x: read_archive(x, size), names, f"archives at {size}")
+
+
+def read_all(files: list[Path], read: Callable, unit: str, sink) -> tuple[list, list]:
+    """Write the images of all files to `sink`, in order; returns ([N, C, H, W], labels).
+
+    Threads read, since Pillow, numpy and the disk leave Python's lock; few files are in memory at
+    a time (archives have 1.6 GB each). Every file is read before anything else happens: those
+    that cannot be read stop here, by name.
+    """
+
+    def attempt(file: Path):
         try:
-            return read_image(file)
-        except Exception as error:  # a damaged file can make Pillow raise nearly anything
+            return read(file)
+        except Exception as error:  # a damaged file can make Pillow, pickle, numpy raise anything
             return f"{file} ({error or type(error).__name__})"
 
+    labels, bad, first, window = [], [], None, 2 if unit == "archives" else 256
     with ThreadPoolExecutor() as pool:
-        images = list(pool.map(read, files))
-    bad = [image for image in images if isinstance(image, str)]
+        for number, file in enumerate(tqdm(files, unit=unit, disable=isinstance(sink, io.BytesIO))):
+            if number % window == 0:
+                results = pool.map(attempt, files[number : number + window])
+            found = next(results)
+            if isinstance(found, str):
+                bad.append(found)
+                continue
+            shape = found[0].shape[1:]
+            size = f"{file} is {shape[2]} x {shape[1]}"
+            first = first or (shape, size)
+            if shape != first[0]:
+                raise ValueError(f"{size} and {first[1]}: make all one size, or use --image-size")
+            sink.write(np.ascontiguousarray(found[0]))
+            labels += found[1]
+            del found  # or this archive would stay in memory beside the next two
     if bad:
-        raise ValueError(f"cannot read {len(bad)} of {len(files)} pictures: " + "; ".join(bad[:5]))
-    for file, image in zip(files, images, strict=True):
-        if image.shape != images[0].shape:
-            raise ValueError(
-                f"{file} is {image.shape[2]} x {image.shape[1]} and {files[0]} is "
-                f"{images[0].shape[2]} x {images[0].shape[1]}: make all pictures one size"
-            )
-    names = [folder.name for folder in folders]
-    return Dataset(torch.from_numpy(np.stack(images)), torch.tensor(labels), names)
+        raise ValueError(f"cannot read {len(bad)} of {len(files)} {unit}: " + "; ".join(bad[:5]))
+    return [len(labels), *shape], labels
+
+
+def collect(root: Path, files: list, read: Callable, names: list[str], kind: str) -> Dataset:
+    """The images of all files, by `read` -> (uint8 [n, C, H, W], n labels): small ones in memory,
+    large ones from the cache of the page top, into which they are converted if they are new."""
+    key, size, unit = hashlib.sha256(kind.encode()), 0, kind.split()[0]
+    for file in files:
+        stat = file.stat()
+        size += stat.st_size
+        key.update(f"{file.relative_to(root)}\0{stat.st_size} {stat.st_mtime_ns}\0".encode())
+    if size <= LARGE:
+        sink = io.BytesIO()
+        shape, labels = read_all(files, read, unit, sink)
+        images = np.frombuffer(sink.getbuffer(), np.uint8).reshape(shape)
+        return Dataset(torch.from_numpy(images), torch.tensor(labels), names)
+
+    cache = Path(os.environ.get("DDM_MIN_CACHE") or Path.home() / ".cache" / "ddm_min")
+    folder = cache / f"{root.resolve().name}-{key.hexdigest()[:16]}"
+    pixels, about = folder / "images.raw", folder / "about.npz"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):  # of several processes one converts and the others wait
+            if not about.exists():  # it is written last
+                with replacing(pixels) as temporary, open(temporary, "wb") as sink:
+                    shape, labels = read_all(files, read, unit, sink)
+                with replacing(about) as temporary:
+                    np.savez(temporary, shape=shape, labels=labels, names=np.array(names, str))
+                print(f"{root} is converted, once, into {folder}")
+    except OSError as error:
+        raise OSError(f"cannot write {folder} ({error}): let DDM_MIN_CACHE name another") from None
+    with described_by(folder, "a dataset and may be deleted"), np.load(about) as stored:
+        shape, labels, names = (stored[x].tolist() for x in ("shape", "labels", "names"))
+        images = np.memmap(pixels, np.uint8, "r", shape=tuple(shape))
+    with warnings.catch_warnings():  # torch would like to write, which nobody does
+        warnings.simplefilter("ignore", UserWarning)
+        return Dataset(torch.from_numpy(images), torch.tensor(labels), names)

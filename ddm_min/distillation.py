@@ -30,15 +30,17 @@ def believed_pair(
     t: Tensor,
     labels: Tensor,
     schedule: Schedule,
+    num_classes: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(x0_hat, eps_hat) [B, C, H, W] of the expert of each image's cluster, at its own x_t.
 
-    clusters [B]: of the images. t [B] on the student's `schedule`. Raises ValueError where no
-    expert answers for one of the clusters.
+    clusters [B]: of the images. t [B] on the student's `schedule`. labels [B] in 0..num_classes.
+    Raises ValueError where no expert answers for one of the clusters.
     """
     x_t = add_noise(x0, eps, t, schedule)
     num_clusters = int(clusters.max()) + 1
     router = assigned_router(clusters, num_clusters)
-    ensemble = Ensemble(experts, router, schedule, num_clusters=num_clusters)
+    known = dict(num_clusters=num_clusters, num_classes=num_classes)
+    ensemble = Ensemble(experts, router, schedule, **known)
     velocity = ensemble.field(labels, "full")(x_t, t)
     return to_x0_eps(velocity, x_t, t, Objective("velocity", schedule))

@@ -20,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ddm_min import schedule as schedules
 from ddm_min.dit import DiT, DiTConfig
 from ddm_min.objectives import Objective
 from ddm_min.router import LearnedRouter, ShardStats
+from ddm_min.schedule import schedule_from_dict, schedule_to_dict
 
 FORMAT_VERSION = 1
 MOST_CLUSTERS = 100_000  # a cluster beyond this is no cluster but damage
@@ -125,18 +125,6 @@ def part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """{"model.a": x, "stats.b": y} -> {"a": x}: the inverse of `with_prefix`."""
     start = prefix + "."
     return {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
-
-
-def schedule_to_dict(schedule: schedules.Schedule) -> dict:
-    """Linear() -> {"name": "Linear"}; Betas carries its table."""
-    return {"name": type(schedule).__name__, **asdict(schedule)}
-
-
-def schedule_from_dict(stored: dict) -> schedules.Schedule:
-    """The inverse of `schedule_to_dict`."""
-    if stored["name"] == "Betas":
-        return schedules.Betas(tuple(stored["betas"]))
-    return {"Linear": schedules.Linear, "Cosine": schedules.Cosine}[stored["name"]]()
 
 
 @dataclass

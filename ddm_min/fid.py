@@ -7,6 +7,8 @@ eigenvalues are those of the symmetric F^T cov_b F, and they are real and >= 0 b
 On Inception features this is FID; on others it is the same formula and not comparable with FID.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,14 @@ class FeatureStats:
         self.sum = torch.zeros(num_features, dtype=torch.float64)
         self.outer = torch.zeros(num_features, num_features, dtype=torch.float64)
 
+    @classmethod
+    def of(cls, batches: Iterable[Tensor]) -> "FeatureStats":
+        """Those of all batches [B, D], of which there is at least one."""
+        stats = None
+        for batch in batches:
+            stats = (stats or cls(batch.shape[1])).update(batch)
+        return stats
+
     def update(self, features: Tensor) -> "FeatureStats":
         """Add a batch [B, D]; returns self."""
         features = features.double().cpu()
@@ -26,6 +36,13 @@ class FeatureStats:
         self.sum += features.sum(0)
         self.outer += features.T @ features
         return self
+
+    def __add__(self, other: "FeatureStats") -> "FeatureStats":
+        """Those of both sets of samples together."""
+        both = FeatureStats(len(self.sum))
+        both.count = self.count + other.count
+        both.sum, both.outer = self.sum + other.sum, self.outer + other.outer
+        return both
 
     @property
     def mean(self) -> Tensor:
@@ -49,6 +66,11 @@ def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tenso
     roots = torch.linalg.eigvalsh(factor.T @ cov_b @ factor).clamp(min=0).sqrt()
     distance = (mean_a - mean_b).square().sum() + cov_a.trace() + cov_b.trace() - 2 * roots.sum()
     return max(float(distance), 0.0)
+
+
+def distance(a, b) -> float:
+    """Frechet distance of two sets of samples, each with a mean and a cov."""
+    return frechet_distance(a.mean, a.cov, b.mean, b.cov)
 
 
 if __name__ == "__main__":

@@ -170,3 +170,14 @@ def draw_times(
     ends = torch.tensor(time_interval, dtype=torch.float64)
     low, high = schedule.time_at(Linear().log_snr(ends)).tolist()
     return high - (high - low) * torch.from_numpy(rng.random(num, dtype=np.float32))
+
+
+def drop_labels(labels: Tensor, num_classes: int, rate: float, rng: np.random.Generator) -> Tensor:
+    """Replace a share of the labels by the null class, so that the network learns both."""
+    dropped = torch.from_numpy(rng.random(len(labels)) < rate).to(labels.device)
+    return torch.where(dropped, num_classes, labels)
+
+
+def normal_like(x: Tensor, rng: np.random.Generator) -> Tensor:
+    """Standard Gaussian noise in the shape and on the device of x."""
+    return torch.from_numpy(rng.standard_normal(x.shape, dtype=np.float32)).to(x.device)

@@ -1,8 +1,7 @@
 """Split a dataset into K clusters, one per expert (DDM 4.1): features -> fine -> coarse k-means.
 
-Many fine centroids follow the shape of the data; K coarse ones, found among the fine ones weighted
-by their size, merge them; every image goes to the nearest coarse centroid. The result is one file:
-who belongs where, and the fingerprint of the data, which every later step is checked against.
+The result is one file: who belongs where, and the fingerprint of the data, which every later step
+is checked against.
 
     python -m ddm_min.partition --data digits --clusters 4 --run runs/digits
 
@@ -15,6 +14,7 @@ import argparse
 import hashlib
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm_min import data, features
-from ddm_min.cli import not_negative, one_sentence_errors, positive
+from ddm_min import data, features, kmeans
+from ddm_min.cli import data_arguments, not_negative, one_sentence_errors, positive
 from ddm_min.data import Dataset
 from ddm_min.expert import described_by, read_file, replacing, write_file
 
@@ -55,11 +55,9 @@ class Partition:
 
     def check_cluster(self, name: str) -> int:
         """ "2" -> 2. Raises ValueError with the valid range."""
-        if not name.isdecimal() or int(name) >= self.num_clusters:
-            raise ValueError(
-                f"there is no cluster {name!r}: use 0 to {self.num_clusters - 1}, or all"
-            )
-        return int(name)
+        if name.isdecimal() and int(name) < self.num_clusters:
+            return int(name)
+        raise ValueError(f"there is no cluster {name!r}: use 0 to {len(self.counts) - 1}, or all")
 
     def save(self, path: Path) -> None:
         """Write RUN/partition.safetensors."""
@@ -75,84 +73,42 @@ class Partition:
             names = ("class_names", "data_fingerprint", "features", "seed")
             made = cls(**tensors, **{name: metadata[name] for name in names})
             assignment, sizes = made.assignment, made.counts.sum(1)
-            low, high = assignment.aminmax()
-            valid = low >= 0 and high < len(sizes)
+            valid = assignment.min() >= 0 and assignment.max() < len(sizes)
             if not (valid and torch.equal(assignment.bincount(minlength=len(sizes)), sizes)):
                 raise ValueError("counts and assignment differ")
         if made.data_fingerprint != dataset.fingerprint():
-            raise ValueError(
-                f"{path} was made for other data than --data names: use the same data, or make a "
-                f"new partition in another --run"
-            )
+            raise ValueError(f"{path} was made for other data: use the same --data or a new --run")
         return made
 
 
-def kmeans(points: np.ndarray, k: int, weights: np.ndarray | None, seed: int) -> np.ndarray:
-    """The k centroids of points [N, D], with scikit-learn's k-means++ and Lloyd, in one thread.
-
-    One thread, because sums taken in another order can move a point across a border.
-    """
-    from sklearn.cluster import KMeans
-    from threadpoolctl import threadpool_limits
-
-    with threadpool_limits(1):
-        fitted = KMeans(k, n_init=4, random_state=seed).fit(points, sample_weight=weights)
-    return fitted.cluster_centers_
+def feature_points(dataset: Dataset, name: str) -> np.ndarray:
+    """Features as float32 [N, D]; of many images, in an unnamed file in $TMPDIR."""
+    if len(dataset) <= kmeans.LARGE:
+        return torch.cat([*features.extract(dataset.images, name)]).numpy()
+    with tempfile.TemporaryFile() as file:
+        for batch in features.extract(dataset.images, name):
+            file.write(batch.float().numpy())
+        file.flush()
+        return np.memmap(file, np.float32, "r+").reshape(len(dataset), -1)
 
 
-def nearest(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Index of the nearest centroid, [N, D] and [K, D] -> [N]."""
-    distances = torch.cdist(torch.from_numpy(points), torch.from_numpy(centroids).to(torch.float32))
-    return distances.argmin(1).numpy()
-
-
-def two_stage_kmeans(points: np.ndarray, k: int, fine: int, seed: int) -> np.ndarray:
-    """Cluster of each point: fine k-means, then k-means of its centroids weighted by size."""
-    fine_centroids = kmeans(points, fine, None, seed)
-    sizes = np.bincount(nearest(points, fine_centroids), minlength=fine)
-    filled = sizes > 0
-    coarse = kmeans(fine_centroids[filled].astype(np.float32), k, sizes[filled], seed)
-    return nearest(points, coarse)
-
-
-def partition(
-    dataset: Dataset, k: int, feature_name: str, fine: int | None, seed: int
-) -> Partition:
+def partition(dataset: Dataset, k: int, name: str, fine: int | None, seed: int) -> Partition:
     """Assign every image to one of k clusters. Raises ValueError if there cannot be k of them.
 
-    feature_name: one of features.FEATURES, or "labels" (classes dealt out to clusters) or "random"
+    name: one of features.NAMES, or "labels" (classes dealt out to clusters) or "random"
     (DDM figure 4c: clearly worse), for comparison.
     """
-    if feature_name == "random":
+    if name == "random":
         assignment = np.random.default_rng(seed).permutation(len(dataset)) % k
-    elif feature_name == "labels":
+    elif name == "labels":
         assignment = dataset.labels.numpy() % k
     else:
-        points = torch.cat(list(features.extract(dataset.images, feature_name))).numpy()
-        distinct = len(np.unique(points, axis=0))
-        if distinct < k:
-            raise ValueError(f"{k} clusters of only {distinct} different images: ask for fewer")
-        fine = fine or min(1024, len(points) // 10)
-        assignment = two_stage_kmeans(points, k, min(max(fine, k), distinct), seed)
-    # Canonical numbers, so that the same split has the same names: the largest cluster first.
-    sizes = np.bincount(assignment, minlength=k)
-    if (sizes == 0).any():
-        raise ValueError(
-            f"only {np.count_nonzero(sizes)} of {k} clusters got images: ask for fewer"
-        )
-    assignment = np.argsort(np.argsort(-sizes, kind="stable"))[assignment]
+        assignment = kmeans.two_stage(feature_points(dataset, name), k, fine, seed)
+    assignment = torch.from_numpy(kmeans.canonical(assignment, k))
     num_rows = max(dataset.num_classes, 1)
-    counts = torch.bincount(
-        torch.from_numpy(assignment) * num_rows + dataset.labels, minlength=k * num_rows
-    )
-    return Partition(
-        torch.from_numpy(assignment),
-        counts.reshape(k, num_rows),
-        dataset.class_names,
-        dataset.fingerprint(),
-        feature_name,
-        seed,
-    )
+    pairs = assignment * num_rows + dataset.labels
+    counts = pairs.bincount(minlength=k * num_rows).reshape(k, num_rows)
+    return Partition(assignment, counts, dataset.class_names, dataset.fingerprint(), name, seed)
 
 
 def export(dataset: Dataset, made: Partition, folder: Path) -> None:
@@ -163,12 +119,8 @@ def export(dataset: Dataset, made: Partition, folder: Path) -> None:
     for row, (image, label) in enumerate(zip(dataset.images, dataset.labels.tolist(), strict=True)):
         place = folder / f"cluster_{made.assignment[row]}" / names[label]
         data.write_image(image, place / f"{row:08d}.png")
-    description = {
-        "class_names": dataset.class_names,
-        "image_shape": list(dataset.images.shape[1:]),
-        "counts": made.counts.tolist(),  # a row per cluster
-        "fingerprint": made.fingerprint,
-    }
+    description = dict(class_names=dataset.class_names, image_shape=[*dataset.images.shape[1:]])
+    description |= dict(counts=made.counts.tolist(), fingerprint=made.fingerprint)
     with replacing(folder / "classes.json") as temporary:
         temporary.write_text(json.dumps(description))
 
@@ -191,13 +143,10 @@ def exported_shard(dataset: Dataset, file: Path, cluster: str) -> tuple[Dataset,
     found = dict(zip(dataset.class_names or [""], dataset.labels.bincount().tolist(), strict=True))
     expected = {name: number for name, number in clusters[k].items() if number}
     if found != expected or list(images.shape[1:]) != shape:
-        raise ValueError(
-            f"--data is not cluster {k} of {file}: images per class are {found} and should be "
-            f"{expected}, of shape {shape}"
-        )
-    labels = dataset.labels
-    if names:
-        labels = torch.tensor([names.index(name) for name in dataset.class_names])[labels]
+        is_and_should = f"images per class are {found} and should be {expected}, of shape {shape}"
+        raise ValueError(f"--data is not cluster {k} of {file}: {is_and_should}")
+    numbers = [names.index(name) for name in dataset.class_names] or [0]
+    labels = torch.tensor(numbers)[dataset.labels]
     return Dataset(images, labels, names), k, str(fingerprint)
 
 
@@ -205,30 +154,27 @@ def exported_shard(dataset: Dataset, file: Path, cluster: str) -> tuple[Dataset,
 def main(argv: list[str] | None = None) -> None:
     """Split a dataset into K clusters and write RUN/partition.safetensors and RUN/clusters.png."""
     parser = argparse.ArgumentParser(prog="python -m ddm_min.partition", description=main.__doc__)
-    parser.add_argument("--data", default="digits", help=data.NAMES)
+    data_arguments(parser)
     parser.add_argument("--clusters", type=positive, required=True, help="K, the number of experts")
     parser.add_argument("--run", type=Path, required=True, help="folder of this ensemble")
-    parser.add_argument("--features", default="pixels", help="pixels, inception, labels or random")
+    parser.add_argument("--features", default="pixels", help=features.NAMES + ", labels, random")
     parser.add_argument("--fine", type=positive, help="fine centroids; default min(1024, N / 10)")
     parser.add_argument("--seed", type=not_negative, default=0)
     parser.add_argument("--export", type=Path, help="also write a folder of pictures per island")
     args = parser.parse_args(argv)
 
-    dataset = data.load(args.data)
+    dataset = data.load(args.data, args.image_size)
     made = partition(dataset, args.clusters, args.features, args.fine, args.seed)
     file = args.run / "partition.safetensors"
     if file.exists() and not torch.equal(Partition.load(file, dataset).assignment, made.assignment):
-        raise ValueError(
-            f"{file} holds another split, which experts may rest on: use another --run"
-        )
+        raise ValueError(f"{file} holds another split, that experts rest on: use another --run")
     made.save(file)
     if args.export:
         export(dataset, made, args.export)
         print(f"wrote {args.export}/cluster_0 to {made.num_clusters - 1} and classes.json")
     for k, counts in enumerate(made.counts):
-        classes = {
-            made.class_names[y]: n for y, n in enumerate(counts.tolist()) if n and made.class_names
-        }
+        pairs = zip(made.class_names, counts.tolist(), strict=False)  # no pairs without classes
+        classes = {name: number for name, number in pairs if number}
         print(f"cluster {k}: {int(counts.sum())} images " + json.dumps(classes))
         if counts.sum() < SMALL_SHARD:
             print(f"warning: cluster {k} is too small to train an expert well", file=sys.stderr)

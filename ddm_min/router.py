@@ -12,7 +12,7 @@ experts. DDM's best FID came from top-1, though it is biased: where clusters ove
 picks the same one. `coupled` picks one too, but each in proportion to its probability.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,24 +21,41 @@ from torch import Tensor, nn
 from ddm_min.dit import DiTConfig, Trunk
 from ddm_min.schedule import Linear, Schedule
 
+MEASURED = 5_000  # images whose covariance stands for that of a larger shard
 STRATEGIES = "full, coupled, top-K, threshold-P, nucleus-P, sample-N or sample-N@TEMPERATURE"
 
 
 class LearnedRouter(nn.Module):
-    """log p(k | x_t, t, label) by a DiT whose extra token is decoded to K logits; [B] -> [B, K]."""
+    """log p(k | x_t, t, label) by a DiT with a token that is decoded to pairs (cluster, class).
+
+    The network looks at x_t and t only; the label comes in by Bayes, exactly and without dropout:
+
+        p(k | x_t, t, y) = p(k, y | x_t, t) / sum_j p(j, y | x_t, t)
+        p(k | x_t, t)    = sum_y p(k, y | x_t, t)                            the null label
+
+    so every training image teaches both. (A router of the same size that is told the label, and
+    trained with dropout, ended .25 nats above the exact one without labels, and this one .15:
+    benchmarks/router_calibration.py.)
+    """
 
     def __init__(self, config: DiTConfig, num_clusters: int):
         super().__init__()
         self.config, self.num_clusters = config, num_clusters
-        self.trunk = Trunk(config)
+        self.trunk = Trunk(replace(config, num_classes=0))
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, config.width))
-        self.head = nn.Linear(config.width, num_clusters)
+        self.head = nn.Linear(config.width, num_clusters * max(config.num_classes, 1))
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        """log p(k | x_t, t, label) [B, K]; without labels log p(k, y | x_t, t) [B, K, C]."""
         tokens, _ = self.trunk(x_t, t, labels, self.class_token)
-        return self.head(F.layer_norm(tokens[:, 0], tokens.shape[-1:])).log_softmax(-1)
+        logits = self.head(F.layer_norm(tokens[:, 0], tokens.shape[-1:]))
+        joint = logits.log_softmax(-1).unflatten(1, (self.num_clusters, -1))  # b k c
+        if labels is None:
+            return joint
+        mask = class_mask(labels, joint.shape[2], self.config.num_classes)
+        return joint.masked_fill(~mask[:, None], -torch.inf).logsumexp(2).log_softmax(1)
 
 
 @dataclass
@@ -66,14 +83,25 @@ class ShardStats:
             raise ValueError(f"statistics of shapes {shapes} do not fit each other")
 
     @classmethod
-    def measure(cls, images: Tensor, labels: Tensor, num_classes: int, rank: int = 64):
-        """From one shard's images [N, c, h, w] in the model's range and labels [N]."""
-        flat = images.flatten(1).float()
-        num_rows = max(num_classes, 1)
+    def measure(cls, images, labels: Tensor, num_classes: int, rank=64, as_floats=None):
+        """From one shard's images [N, c, h, w], in the model's range after `as_floats`, and labels.
+
+        At most MEASURED images are in memory at a time. The covariance of more than that is the one
+        of as many random ones among them; counts, means and range are of all.
+        """
+        as_floats, num_rows = as_floats or (lambda x: x), max(num_classes, 1)
         counts = torch.bincount(labels, minlength=num_rows)
-        means = torch.zeros(num_rows, flat.shape[1]).index_add_(0, labels, flat)
+        means, ends = torch.zeros(num_rows, images.shape[1:].numel()), []
+        for rows in torch.arange(len(labels)).split(MEASURED):
+            flat = as_floats(images[rows]).flatten(1).float()
+            means.index_add_(0, labels[rows], flat)
+            ends += flat.aminmax()
         means /= counts.clamp(min=1)[:, None]
-        within = flat - means[labels]
+        if len(labels) > MEASURED:
+            rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+            rows = rows[:MEASURED].sort().values  # in order, which a disk reads faster
+            flat = as_floats(images[rows]).flatten(1).float()
+        within = flat - means[labels[rows]]
         variance = within.square().sum() / len(flat)  # trace of the covariance
         rank = min(rank, *within.shape)
         with torch.random.fork_rng(devices=[]):  # svd_lowrank starts from a random guess
@@ -81,7 +109,8 @@ class ShardStats:
             _, singular, basis = torch.svd_lowrank(within, q=rank, niter=4)
         variances = singular.square() / len(flat)
         rest = (variance - variances.sum()).clamp(min=0) / max(flat.shape[1] - rank, 1)
-        return cls(counts, means, basis, variances, rest, torch.stack(flat.aminmax()))
+        value_range = torch.stack(torch.stack(ends).aminmax())
+        return cls(counts, means, basis, variances, rest, value_range)
 
     def mean_image(self, labels: Tensor, null_label: int) -> Tensor:
         """Mean of each label's class, or of the whole shard for the null label: [B] -> [B, D]."""

@@ -39,15 +39,8 @@ class Run:
         return self.counts * torch.tensor(whole, device=self.counts.device)[:, None]
 
 
-def load_run(folder: Path, router_name: str | None, device: str) -> Run:
-    """Read RUN. router_name None: learned where there is a router file, else gaussian.
-
-    With gaussian or prior, the experts in RUN are the population: one leaves when its file goes,
-    and one of another partition joins under a file name that is free, such as
-    RUN/expert_new.safetensors, if gaussian or prior is asked for by name. Its cluster gets the next
-    number. A learned router knows its K clusters, and what is missing of them is printed.
-    Raises ValueError for files that do not belong together, naming two and how they differ.
-    """
+def load_experts(folder: Path, device: str) -> tuple[list[Path], list[Expert]]:
+    """All expert files of RUN, which must agree on shape and classes; raises ValueError."""
     files = sorted(folder.glob("expert_*.safetensors"))
     if not files:
         raise ValueError(
@@ -59,6 +52,19 @@ def load_run(folder: Path, router_name: str | None, device: str) -> Run:
             a, b = getattr(experts[0], name), getattr(expert, name)
             if a != b:
                 raise ValueError(f"{files[0]} and {file} differ in {name}: {a} and {b}")
+    return files, experts
+
+
+def load_run(folder: Path, router_name: str | None, device: str) -> Run:
+    """Read RUN. router_name None: learned where there is a router file, else gaussian.
+
+    With gaussian or prior, the experts in RUN are the population: one leaves when its file goes,
+    and one of another partition joins under a file name that is free, such as
+    RUN/expert_new.safetensors, if gaussian or prior is asked for by name. Its cluster gets the next
+    number. A learned router knows its K clusters, and what is missing of them is printed.
+    Raises ValueError for files that do not belong together, naming two and how they differ.
+    """
+    files, experts = load_experts(folder, device)
     prints = {expert.fingerprint: file for file, expert in zip(files, experts, strict=True)}
     prints.pop("", None)  # an expert for all clusters knows no partition
     if len(prints) > 1:
@@ -96,6 +102,8 @@ def load_run(folder: Path, router_name: str | None, device: str) -> Run:
     # A cluster without an expert holds no images here, so that nothing is missing.
     counts = torch.zeros(max(told) + 1, max(num_classes, 1), dtype=torch.long, device=device)
     for k, stats in told.items():
+        if stats and len(stats.counts) != counts.shape[1]:
+            raise ValueError(f"the expert of cluster {k} counts {len(stats.counts)} classes")
         counts[k] = stats.counts if stats else 1
     if prints:
         here = ", ".join(map(str, sorted(told)))

@@ -21,7 +21,7 @@ two schedules are compared at equal log_snr: `time_at` is its inverse and the br
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import torch
@@ -158,3 +158,15 @@ class Betas:
 
 
 Schedule = Linear | Cosine | Betas
+
+
+def schedule_to_dict(schedule: Schedule) -> dict:
+    """Linear() -> {"name": "Linear"}; Betas carries its table."""
+    return {"name": type(schedule).__name__, **asdict(schedule)}
+
+
+def schedule_from_dict(stored: dict) -> Schedule:
+    """The inverse of `schedule_to_dict`."""
+    if stored["name"] == "Betas":
+        return Betas(tuple(stored["betas"]))
+    return {"Linear": Linear, "Cosine": Cosine}[stored["name"]]()

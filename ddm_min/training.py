@@ -80,17 +80,6 @@ def draw_batch(
     return x0, labels, rows
 
 
-def drop_labels(labels: Tensor, num_classes: int, rate: float, rng: np.random.Generator) -> Tensor:
-    """Replace a share of the labels by the null class, so that the network learns both."""
-    dropped = torch.from_numpy(rng.random(len(labels)) < rate).to(labels.device)
-    return torch.where(dropped, num_classes, labels)
-
-
-def normal_like(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Standard Gaussian noise in the shape and on the device of x."""
-    return torch.from_numpy(rng.standard_normal(x.shape, dtype=np.float32)).to(x.device)
-
-
 def rank_and_world() -> tuple[int, int]:
     """(number of this process, how many train this model together): (0, 1) without torchrun."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -123,11 +112,10 @@ def describe(args: Namespace, fingerprint: str) -> dict:
     return json.loads(json.dumps(plain | {"data": fingerprint}))  # as a resume file gives them back
 
 
-def environment(device: str, compiled: bool = False) -> dict:
+def environment(device: str) -> dict:
     """What besides the arguments decides the last bits of a result."""
     return {
         "device": device,
-        "compiled": compiled,
         "threads": torch.get_num_threads(),
         "processes": rank_and_world()[1],
         "torch": torch.__version__,
@@ -245,20 +233,14 @@ def train(
     if config.precision == "fp16" and device.type == "cpu":
         raise ValueError("fp16 training needs a GPU: use --precision fp32 or bf16 on the CPU")
     if config.batch_size % world:
-        raise ValueError(
-            f"a batch of {config.batch_size} images does not divide among {world} processes"
-        )
+        raise ValueError(f"{config.batch_size} images do not divide among {world} processes")
     check_writable(file.parent)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        fused=device.type != "mps",
-    )
+    settings = dict(lr=config.lr, weight_decay=config.weight_decay, fused=device.type != "mps")
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
     ema = copy.deepcopy(model).requires_grad_(False).eval()
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = State(model, ema, optimizer, scaler, losses=[])
-    name, here = file.stem, environment(device.type, config.compile)
+    name, here = file.stem, environment(device.type) | {"compile": config.compile}
     if file.exists():
         tensors, metadata = read_file(file, "resume")
         with described_by(file, "a training state"):
@@ -283,9 +265,8 @@ def train(
         if average(first, device) != first:
             raise ValueError(f"the processes see different files {file}: use a shared disk")
         network = DistributedDataParallel(model)
-    autocast = torch.autocast(
-        device.type, PRECISIONS[config.precision], enabled=config.precision != "fp32"
-    )
+    precision = PRECISIONS[config.precision]
+    autocast = torch.autocast(device.type, precision, enabled=precision is not None)
     parameters, averages = list(model.parameters()), list(ema.parameters())
     last_save, save_seconds = time.monotonic(), 0.1
     progress = tqdm(total=config.steps, initial=first, desc=name, mininterval=0.5, disable=rank > 0)
@@ -329,8 +310,6 @@ def train(
         if len(state.losses) > first:
             state.save(file, arguments, here)
     if len(state.losses) < config.steps:
-        print(
-            f"{name}: stopped after step {len(state.losses)}; the same command goes on from there"
-        )
+        print(f"{name}: stopped after step {len(state.losses)}; the same command goes on there")
         sys.exit(130)
     return ema.eval(), state.losses

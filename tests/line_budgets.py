@@ -17,7 +17,7 @@ BUDGETS = {  # name -> (most lines of code, files)
     "maths": (
         1200,
         "schedule analytic objectives conversion dit adaln_single dialects router ensemble "
-        "distillation sampler fid",
+        "distillation sampler kmeans fid",
     ),
     "plumbing": (900, "data features partition training expert figures"),
     "scripts": (600, "cli run train_expert train_router sample convert_ckpt checkpoint"),

@@ -87,7 +87,11 @@ def test_A2_no_script_starts_work_on_a_damaged_folder(tmp_path, capsys, monkeypa
     def work(*args, **kwargs):
         raise AssertionError("heavy work has started")
 
-    for place in ((partition, "kmeans"), (train_expert, "train"), (train_router, "train")):
+    for place in (
+        (partition.kmeans, "two_stage"),
+        (train_expert, "train"),
+        (train_router, "train"),
+    ):
         monkeypatch.setattr(*place, work)
     monkeypatch.setattr(features, "moments", work)
     data = f"--data folder:{root} --run {run}"

@@ -110,7 +110,7 @@ def test_F6_a_cut_or_missing_weights_file_is_named_with_what_to_do(monkeypatch):
 
 SWITCHES = {  # script -> its on/off options
     "train_expert": (train_expert, ["--flip"], "--run RUN --cluster all"),
-    "train_router": (train_router, ["--flip"], "--run RUN"),
+    "train_router": (train_router, ["--flip", "--from-experts"], "--run RUN"),
     "sample": (sample, ["--allow-missing"], "RUN"),
     "convert_ckpt": (convert_ckpt, ["--raw"], "a.pt b.safetensors"),
 }

@@ -1,6 +1,8 @@
 """Datasets by name: real files in, uint8 tensors out, and one sentence where that is impossible."""
 
 import io
+import os
+import pickle
 import struct
 import urllib.error
 import urllib.request
@@ -10,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
-from ddm_min import data
+import train_expert
+from ddm_min import data, partition, router
 from ddm_min.data import Dataset, load, to_float, to_uint8
+from ddm_min.router import ShardStats
 from ddm_min.training import draw_batch
 
 
@@ -407,5 +412,399 @@ def test_a_png_that_claims_to_be_huge_is_named(tmp_path):
 
 
 def test_names_are_those_of_the_error_message():
-    for name in ("digits", "cifar10", "folder", "npz"):
+    for name in ("digits", "cifar10", "imagenet64", "imagenet32", "folder", "npz"):
         assert name in data.NAMES
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def reference(array: np.ndarray, size: int) -> np.ndarray:
+    """The short side to `size` by Pillow, then the middle: [size, size, 3]."""
+    height, width = array.shape[:2]
+    scale = size / min(height, width)
+    resized = Image.fromarray(array).resize((round(width * scale), round(height * scale)))
+    left, top = (resized.width - size) // 2, (resized.height - size) // 2
+    return np.asarray(resized.crop((left, top, left + size, top + size)))
+
+
+def test_squares_are_resized_as_pillow_does(tmp_path):
+    for name, side in (("a", 48), ("b", 30), ("c", 9)):  # larger, and smaller than asked for
+        save(tmp_path / f"{name}.png", picture(side, (side, side)))
+    dataset = load(f"folder:{tmp_path}", 16)
+    assert dataset.images.shape == (3, 3, 16, 16)
+    for image, side in zip(dataset.images, (48, 30, 9), strict=True):
+        assert np.array_equal(image.permute(1, 2, 0), reference(picture(side, (side, side)), 16))
+
+
+@pytest.mark.parametrize("size", [(60, 40), (40, 60), (33, 100)], ids=str)
+def test_F3_photos_are_cropped_to_their_middle_square(tmp_path, size):
+    smooth = np.asarray(Image.fromarray(picture(1, (6, 5))).resize(size, Image.Resampling.BICUBIC))
+    save(tmp_path / "a.png", smooth)
+    image = load(f"folder:{tmp_path}", 16).images[0].permute(1, 2, 0).numpy().astype(int)
+    error = np.abs(image - reference(smooth, 16))
+    assert error.mean() < 4  # of 255: the crop may lie half a pixel elsewhere
+    assert np.abs(image - np.roll(reference(smooth, 16), 4, (0, 1))).mean() > 20  # not the corner
+
+
+def test_fine_stripes_are_averaged_away_not_aliased(tmp_path):
+    stripes = np.zeros((128, 128, 3), dtype=np.uint8)
+    stripes[:, ::2] = 255
+    save(tmp_path / "a.png", stripes)
+    image = load(f"folder:{tmp_path}", 32).images.int()
+    assert (image - 127)[..., 1:-1].abs().max() <= 2  # at the rim the filter has fewer stripes
+
+
+def test_F3_mixed_sizes_become_one(tmp_path):
+    for name, size in (("a", (32, 32)), ("b", (40, 28)), ("c", (64, 64))):
+        save(tmp_path / f"{name}.png", picture(size=size))
+    with pytest.raises(ValueError, match="use --image-size"):
+        load(f"folder:{tmp_path}")
+    assert load(f"folder:{tmp_path}", 32).images.shape == (3, 3, 32, 32)
+
+
+@pytest.mark.parametrize("name", ["digits", "npz:x.npz", "cifar10", "imagenet64:x"])
+def test_only_folders_are_resized(name):
+    with pytest.raises(
+        ValueError, match=r"--image-size resizes folder:DIR only: .*size of its own"
+    ):
+        load(name, 16)
+
+
+# ---------------------------------------------------------------- archives of ImageNet
+
+
+def pixels_of(number: int, size: int = 4, num: int = 6) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, (num, 3 * size**2), dtype=np.uint8)
+
+
+def write_archive(file, number: int, protocol: int | None = 4, **changes) -> None:
+    """One archive in the official layout, pickled or (protocol None) as .npz."""
+    stored = {"data": pixels_of(number), "labels": [1, 1000, 7, 7, 2, number + 1]}
+    stored |= {"mean": np.zeros(48)} | changes
+    if protocol is None:
+        np.savez(f"{file}.npz", **stored)
+    else:
+        file.write_bytes(pickle.dumps(stored, protocol=protocol))
+
+
+def write_archives(root, protocol: int | None = 4, **changes) -> None:
+    root.mkdir(exist_ok=True)
+    for number in range(1, 11):
+        write_archive(root / f"train_data_batch_{number}", number, protocol, **changes)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and every folder and archive is large enough for it."""
+    monkeypatch.setenv("DDM_MIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(data, "LARGE", -1)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def small_archives(monkeypatch):
+    """4 x 4 pixels instead of 64 x 64, which only cost time."""
+    original = data.load_imagenet
+    monkeypatch.setattr(data, "load_imagenet", lambda root, size: original(root, size // 16))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5, None])
+@pytest.mark.parametrize("where", ["in memory", "converted"])
+def test_imagenet_archives_are_read_in_order(tmp_path, request, small_archives, protocol, where):
+    if where == "converted":
+        request.getfixturevalue("cache")
+    write_archives(tmp_path / "in", protocol)
+    dataset = load(f"imagenet64:{tmp_path / 'in'}")
+    expected = np.concatenate([pixels_of(n).reshape(-1, 3, 4, 4) for n in range(1, 11)])
+    assert np.array_equal(dataset.images.numpy(), expected)
+    assert dataset.labels[:12].tolist() == [0, 999, 6, 6, 1, 1, 0, 999, 6, 6, 1, 2]
+    assert dataset.labels.dtype == torch.int64
+    assert dataset.num_classes == 1000
+
+
+def test_the_size_of_an_archive_is_that_of_its_name(tmp_path):
+    write_archives(tmp_path, data=pixels_of(0, size=32))
+    assert load(f"imagenet32:{tmp_path}").images.shape == (60, 3, 32, 32)
+    with pytest.raises(
+        ValueError, match=r"cannot read 10 of 10 archives: .*batch_1 \(data must be"
+    ):
+        load(f"imagenet64:{tmp_path}")
+
+
+def test_validation_archive_alone(tmp_path, small_archives):
+    write_archive(tmp_path / "val_data", 3)
+    assert np.array_equal(load(f"imagenet64:{tmp_path}").images.flatten(1).numpy(), pixels_of(3))
+    write_archives(tmp_path)  # where both are, training goes first
+    assert len(load(f"imagenet64:{tmp_path}")) == 60
+
+
+def test_missing_archives_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has no train_data_batch_1, .*, as pickle or as \.npz"):
+        load(f"imagenet64:{tmp_path}")
+    write_archives(tmp_path)
+    (tmp_path / "train_data_batch_7").unlink()
+    with pytest.raises(ValueError, match=r"has no train_data_batch_7, as pickle"):
+        load(f"imagenet64:{tmp_path}")
+
+
+BAD_ARCHIVES = {
+    "labels from 0": dict(labels=[0, 1, 2, 3, 4, 5]),
+    "label 1001": dict(labels=[1001, 1, 2, 3, 4, 5]),
+    "float labels": dict(labels=[1.5, 1, 2, 3, 4, 5]),
+    "few labels": dict(labels=[1, 2]),
+    "float data": dict(data=pixels_of(0).astype(np.float32)),
+    "other size": dict(data=pixels_of(0)[:, :-1]),
+    "no array": dict(data="hello"),
+    "objects": dict(data=np.array([{}, {}], dtype=object)),
+}
+
+
+@pytest.mark.parametrize("protocol", [4, None])
+@pytest.mark.parametrize("bad", BAD_ARCHIVES)
+def test_wrong_archives_are_refused_by_name(tmp_path, small_archives, bad, protocol):
+    write_archives(tmp_path)
+    (tmp_path / "train_data_batch_4").unlink()
+    write_archive(tmp_path / "train_data_batch_4", 4, protocol, **BAD_ARCHIVES[bad])
+    with pytest.raises(ValueError, match=r"cannot read 1 of 10 archives: .*batch_4") as error:
+        load(f"imagenet64:{tmp_path}")
+    assert "\n" not in str(error.value)
+
+
+class Malice:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("kind", ["system", "eval", "getattr", "fromfile"])
+def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, small_archives, kind, protocol):
+    proof = tmp_path / "was here"
+    malice = {
+        "system": Malice(os.system, f"touch '{proof}'"),
+        "eval": Malice(eval, f"open({str(proof)!r}, 'w')"),
+        "getattr": Malice(getattr, "text", "upper"),
+        "fromfile": Malice(np.fromfile, "/etc/hostname"),
+    }[kind]
+    write_archives(tmp_path)
+    write_archive(tmp_path / "train_data_batch_2", 2, protocol, mean=malice)
+    with pytest.raises(ValueError, match=r"cannot read 1 of 10 .*batch_2 \(.* could run code"):
+        load(f"imagenet64:{tmp_path}")
+    assert not proof.exists()
+    if kind in ("system", "eval"):  # the test would notice
+        pickle.loads((tmp_path / "train_data_batch_2").read_bytes())
+        assert proof.exists()
+
+
+def test_archives_cut_or_flipped_end_in_a_sentence_or_whole(tmp_path, small_archives):
+    file, rng = tmp_path / "val_data", np.random.default_rng(0)
+    write_archive(file, 1)
+    whole = file.read_bytes()
+    for _ in range(100):
+        damaged = bytearray(whole[: rng.choice([len(whole), rng.integers(len(whole))])])
+        for place in rng.integers(0, max(min(len(damaged), 200), 1), 2):
+            if len(damaged) > place:
+                damaged[place] ^= 1 << rng.integers(8)
+        file.write_bytes(damaged)
+        try:
+            assert load(f"imagenet64:{tmp_path}").images.shape[1:] == (3, 4, 4)
+        except ValueError as error:
+            assert str(file) in str(error)
+            assert "\n" not in str(error)
+
+
+# ---------------------------------------------------------------- converted once, memory-mapped
+
+
+def files_in(folder) -> list[str]:
+    return sorted(file.name for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_converted_folder_is_the_same_dataset(tmp_path, monkeypatch, request):
+    class_folders(tmp_path / "in", ["dog", "cat"], per_class=5)
+    name = f"folder:{tmp_path / 'in'}"
+    small = load(name)
+    cache = request.getfixturevalue("cache")
+    before = files_in(tmp_path / "in")
+    large = load(name)
+    assert torch.equal(large.images, small.images)
+    assert torch.equal(large.labels, small.labels)
+    assert large.class_names == small.class_names
+    assert large.fingerprint() == small.fingerprint()
+    assert files_in(cache) == ["about.npz", "images.raw", "lock"]
+    assert files_in(tmp_path / "in") == before  # the source may be read-only
+
+    def read(*args):
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(data, "read_image", read)
+    assert load(name).fingerprint() == small.fingerprint()
+
+
+def test_the_conversion_is_announced_with_a_progress_bar(tmp_path, cache, capsys):
+    class_folders(tmp_path / "in", ["a"])
+    for times in (1, 0):
+        load(f"folder:{tmp_path / 'in'}")
+        out, err = capsys.readouterr()
+        assert out.count("is converted, once, into") == times
+        assert ("2/2" in err) == bool(times)
+
+
+def test_a_changed_source_is_converted_anew(tmp_path, cache):
+    class_folders(tmp_path / "in", ["a", "b"])
+    name, file = f"folder:{tmp_path / 'in'}", tmp_path / "in" / "a" / "0.png"
+    prints = [load(name).fingerprint()]
+    content, stat = file.read_bytes(), file.stat()
+    save(file, 255 - picture())
+    prints.append(load(name).fingerprint())
+    file.rename(tmp_path / "in" / "b" / "9.png")
+    prints.append(load(name).fingerprint())
+    assert load(name, 8).images.shape == (4, 3, 8, 8)  # and so does another size
+    (tmp_path / "in" / "b" / "9.png").unlink()
+    prints.append(load(name).fingerprint())
+    assert len({*prints}) == 4
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert load(name).fingerprint() == prints[0]
+
+
+def test_A2_damaged_pictures_of_a_large_folder_are_listed_and_leave_nothing(tmp_path, cache):
+    damaged_folder(tmp_path / "in")
+    with pytest.raises(ValueError, match="cannot read 3 of 11 pictures"):
+        load(f"folder:{tmp_path / 'in'}")
+    assert files_in(cache) == ["lock"]
+
+
+def test_C7_a_killed_conversion_is_not_taken_for_whole(tmp_path, cache, monkeypatch):
+    """Killed in the middle of the images, and between images and labels."""
+    made = class_folders(tmp_path / "in", ["a"], per_class=6)
+    for place in ("read_image", "savez"):
+        with monkeypatch.context() as patch:
+            original, calls = data.read_image, []
+
+            def read(*args, original=original, calls=calls):
+                calls.append(1)
+                return os._exit(7) if len(calls) == 4 else original(*args)
+
+            if place == "read_image":
+                patch.setattr(data, "read_image", read)
+            else:
+                patch.setattr(np, "savez", lambda *args, **kwargs: os._exit(7))
+            if (child := os.fork()) == 0:
+                load(f"folder:{tmp_path / 'in'}")
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert "about.npz" not in files_in(cache)
+    dataset = load(f"folder:{tmp_path / 'in'}")
+    expected = np.stack([made["a", i] for i in range(6)]).transpose(0, 3, 1, 2)
+    assert np.array_equal(dataset.images.numpy(), expected)
+    assert files_in(cache) == ["about.npz", "images.raw", "lock"]
+
+
+def test_processes_that_start_together_convert_once(tmp_path, cache):
+    class_folders(tmp_path / "in", ["a", "b"], per_class=20)
+    children = []
+    for _ in range(4):
+        if (child := os.fork()) == 0:
+            whole = len(load(f"folder:{tmp_path / 'in'}")) == 40
+            os._exit(0 if whole else 1)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0, 0, 0, 0]
+    assert files_in(cache) == ["about.npz", "images.raw", "lock"]
+
+
+def test_a_cache_that_cannot_be_written_or_is_damaged_is_named(tmp_path, cache, monkeypatch):
+    class_folders(tmp_path / "in", ["a"])
+    load(f"folder:{tmp_path / 'in'}")
+    pixels = next(cache.rglob("images.raw"))
+    pixels.write_bytes(pixels.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="does not describe a dataset and may be deleted") as error:
+        load(f"folder:{tmp_path / 'in'}")
+    assert str(pixels.parent) in str(error.value)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DDM_MIN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"cannot write .*let DDM_MIN_CACHE name another"):
+        load(f"folder:{tmp_path / 'in'}")
+
+
+def test_a_shard_of_a_large_dataset_is_not_copied(tmp_path, cache):
+    class_folders(tmp_path / "in", ["a", "b"], per_class=10)
+    whole = load(f"folder:{tmp_path / 'in'}")
+    copied = Dataset(whole.images.clone(), whole.labels, whole.class_names)
+    mask = torch.arange(20) % 3 == 1
+    shard, expected = whole.subset(mask), copied.images[mask]
+    assert shard.images.whole is whole.images  # a list of rows, on the same memory-mapped pages
+    assert shard.images.shape == expected.shape
+    assert shard.images.dtype == torch.uint8
+    assert torch.equal(shard.images[torch.arange(len(shard))], expected)
+    assert torch.equal(shard.labels, copied.labels[mask])
+    again = shard.subset(torch.tensor([4, 0]))
+    assert torch.equal(again.images[torch.tensor([0, 1])], expected[[4, 0]])
+    assert shard.num_bytes == expected.nbytes
+    rng = [np.random.default_rng(3) for _ in range(2)]
+    batches = [draw_batch(x, 8, r) for x, r in zip((shard, copied.subset(mask)), rng, strict=True)]
+    assert torch.equal(batches[0][0], batches[1][0])
+
+
+def test_small_shards_are_tensors():
+    assert torch.equal(small().subset(torch.arange(5) > 2).images, small().images[3:])
+
+
+def test_nothing_is_copied_on_the_cpu_and_what_fits_moves_whole(monkeypatch):
+    dataset = small()
+    assert dataset.to("cpu") is dataset
+    moved = dataset.to("meta")  # a device without memory stands for a GPU
+    assert (moved.images.device.type, moved.images.shape) == ("meta", dataset.images.shape)
+    assert moved.labels.device.type == "meta"
+
+
+def test_what_does_not_fit_on_a_gpu_goes_batch_by_batch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 300))
+    monkeypatch.setattr(Tensor, "to", lambda self, device: self)
+    dataset = small()
+    moved = dataset.to("cuda:0")
+    assert dataset.num_bytes > 100
+    assert moved.images.whole is dataset.images
+    assert torch.equal(moved.images[torch.tensor([3, 0])], dataset.images[[3, 0]])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3000, 3000))
+    assert torch.equal(dataset.to("cuda:0").images, dataset.images)
+
+
+def test_statistics_of_a_large_shard_are_exact_but_for_the_covariance(monkeypatch):
+    rng = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (400, 1, 2, 3), generator=rng).to(torch.uint8)
+    labels = torch.randint(0, 3, (400,), generator=rng)
+    whole = ShardStats.measure(to_float(images), labels, 3)
+    assert torch.equal(
+        ShardStats.measure(images, labels, 3, as_floats=to_float).variances, whole.variances
+    )
+    monkeypatch.setattr(router, "MEASURED", 150)
+    found = ShardStats.measure(images, labels, 3, as_floats=to_float)
+    assert torch.equal(found.counts, whole.counts)
+    assert torch.allclose(found.means, whole.means, atol=1e-6)
+    assert torch.equal(found.value_range, whole.value_range)
+    ratio = found.variances.sum() / whole.variances.sum()
+    assert 0.8 < ratio < 1.2
+    assert ratio != 1
+
+
+def test_training_on_a_memory_mapped_dataset_writes_the_same_bytes(tmp_path, request):
+    """Partition and an expert, once in memory and once memory-mapped, with Rows."""
+    class_folders(tmp_path / "in", ["a", "b"], per_class=20)
+    written = []
+    for where in ("small", "large"):
+        if where == "large":
+            request.getfixturevalue("cache")
+        run = tmp_path / where
+        words = f"--data folder:{tmp_path / 'in'} --image-size 8 --run {run}"
+        short = "--steps 2 --batch-size 4 --model router --device cpu"
+        partition.main(f"{words} --clusters 2".split())
+        train_expert.main(f"{words} --cluster 1 {short}".split())
+        files = sorted(run.glob("*.safetensors"))
+        assert len(files) == 2
+        written.append([file.read_bytes() for file in files])
+    assert written[0] == written[1]

@@ -17,6 +17,7 @@ from ddm_min.data import load, to_float
 from ddm_min.distillation import believed_pair
 from ddm_min.expert import Expert
 from ddm_min.objectives import DDPM, FLOW, NAMED, Objective, target
+from ddm_min.router import ShardStats
 from ddm_min.schedule import Betas, Cosine, Linear, add_noise, expand
 
 SCHEDULES = [Linear(), Cosine(), Betas.ddpm()]
@@ -195,3 +196,21 @@ def test_objective_of_the_pair_does_not_matter(world):
     alpha, sigma = expand(Cosine().alpha(t), v), expand(Cosine().sigma(t), v)
     x_t = add_noise(images, eps, t, Cosine())
     torch.testing.assert_close(alpha * x_t - sigma * v, x0_hat, rtol=0, atol=1e-11)
+
+
+def test_at_pure_noise_an_eps_teacher_believes_in_the_mean_of_its_class(world):
+    """alpha = 0: eps says nothing about x0, and the shard's mean of the label stands in."""
+    images, clusters, experts, eps, _ = world
+    labels = torch.arange(60) // 3 % 2  # two classes in each shard
+    with_stats = [
+        replace(e, stats=ShardStats.measure(images[clusters == k], labels[clusters == k], 2))
+        for k, e in enumerate(experts)
+    ]
+    asked = torch.where(torch.arange(60) < 30, labels, 2)  # half of them with the null label
+    t = torch.ones(60, dtype=torch.float64)
+    x0_hat, _ = believed_pair(with_stats, clusters, images, eps, t, asked, Linear(), 2)
+    assert TEACHERS[1] == DDPM
+    for row in range(1, 60, 3):  # the eps teacher's
+        same = (clusters == 1) & ((labels == labels[row]) | (asked[row] == 2))
+        mean = images[same].mean(0)
+        torch.testing.assert_close(x0_hat[row], mean, rtol=0, atol=1e-6)  # statistics are float32

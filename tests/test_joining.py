@@ -169,6 +169,15 @@ def test_an_expert_that_says_nothing_of_its_data_cannot_be_routed_in_closed_form
         load_run(tmp_path, router, "cpu")
 
 
+@CLOSED
+def test_statistics_of_another_number_of_classes_are_refused(tmp_path, router):
+    expert = make_expert(1, seed=1)
+    expert.stats.counts, expert.stats.means = expert.stats.counts[:2], expert.stats.means[:2]
+    save_run(tmp_path, make_expert(0), expert)
+    with pytest.raises(ValueError, match="the expert of cluster 1 counts 2 classes"):
+        load_run(tmp_path, router, "cpu")
+
+
 def test_more_than_one_silent_expert_is_named(tmp_path):
     save_run(tmp_path, make_expert(0, stats=None), make_expert(2, seed=1, stats=None))
     with pytest.raises(ValueError, match="cluster 0, 2 has no statistics"):

@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from sklearn.cluster import KMeans
+from threadpoolctl import threadpool_limits
 
+from ddm_min import data, kmeans
 from ddm_min.data import Dataset
-from ddm_min.partition import Partition, main, nearest, partition
+from ddm_min.kmeans import nearest
+from ddm_min.partition import Partition, feature_points, main, partition
 
 
 def blobs(sizes=(20, 50, 30), seed: int = 0, spread: float = 8.0) -> tuple[Dataset, torch.Tensor]:
@@ -151,9 +155,9 @@ def test_E4_a_cluster_of_one_outlier_is_announced(tmp_path, capsys):
     images = np.full((100, 2, 3, 1), 100, dtype=np.uint8)
     images += np.random.default_rng(4).integers(0, 20, images.shape, dtype=np.uint8)
     images[42] = 255
-    data = as_npz(tmp_path, images)
+    name = as_npz(tmp_path, images)
     # every image its own fine centroid, so that nothing is merged too early
-    main(["--data", data, "--clusters", "2", "--run", str(tmp_path / "run"), "--fine", "100"])
+    main(["--data", name, "--clusters", "2", "--run", str(tmp_path / "run"), "--fine", "100"])
     out, err = capsys.readouterr()
     assert "cluster 0: 99 images" in out
     assert "cluster 1: 1 images" in out
@@ -207,8 +211,8 @@ def test_a_cluster_out_of_range_is_refused_with_the_range(name):
 
 def test_another_split_does_not_replace_the_one_that_experts_rest_on(tmp_path, capsys):
     rng = np.random.default_rng(5)
-    data = as_npz(tmp_path, rng.integers(0, 256, (80, 2, 3, 1), dtype=np.uint8))
-    arguments = ["--data", data, "--run", str(tmp_path / "run"), "--features", "random"]
+    name = as_npz(tmp_path, rng.integers(0, 256, (80, 2, 3, 1), dtype=np.uint8))
+    arguments = ["--data", name, "--run", str(tmp_path / "run"), "--features", "random"]
     main([*arguments, "--clusters", "2"])
     file = tmp_path / "run" / "partition.safetensors"
     before = file.read_bytes()
@@ -218,3 +222,101 @@ def test_another_split_does_not_replace_the_one_that_experts_rest_on(tmp_path, c
     assert end.value.code == 2
     assert "holds another split" in capsys.readouterr().err
     assert file.read_bytes() == before
+
+
+# ---------------------------------------------------------------- many points
+
+
+def far_blobs(num: int = 600, dims: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """Points [N, D] around six corners that are far apart; and the corner of each."""
+    rng = np.random.default_rng(0)
+    groups = rng.integers(0, 6, num)
+    corners = 20 * np.eye(6, dims + 1)[:, :dims]
+    return (corners[groups] + rng.standard_normal((num, dims))).astype(np.float32), groups
+
+
+def test_few_points_are_split_as_by_scikit_learn_on_all_of_them():
+    """The digits' partition, bit for bit: Lloyd on all points, fine then coarse, in one thread."""
+    points = (data.load("digits").images.flatten(1) / 127.5 - 1).numpy()
+
+    def centroids(rows, k, weights=None):
+        with threadpool_limits(1):
+            fitted = KMeans(k, n_init=4, random_state=0).fit(rows, sample_weight=weights)
+        return fitted.cluster_centers_.astype(np.float32)
+
+    def assign(rows, ends):
+        return torch.cdist(torch.from_numpy(rows), torch.from_numpy(ends)).argmin(1).numpy()
+
+    fine = centroids(points, 40)
+    sizes = np.bincount(assign(points, fine), minlength=40)
+    expected = assign(points, centroids(fine, 4, sizes))
+    assert np.array_equal(kmeans.two_stage(points, 4, 40, 0), expected)
+
+
+@pytest.mark.parametrize("k", [2, 6])
+def test_mini_batches_find_groups_too(monkeypatch, k):
+    points, groups = far_blobs()
+    monkeypatch.setattr(kmeans, "LARGE", 100)
+    monkeypatch.setattr(kmeans, "BATCH", 64)
+    found = kmeans.two_stage(points, k, 30, 0)
+    pairs = {(int(a), int(b)) for a, b in zip(groups, found, strict=True)}
+    assert len(pairs) == 6  # a corner is never cut in two
+    assert len(set(found.tolist())) == k
+
+
+def test_E3_mini_batches_repeat_whatever_the_threads(monkeypatch):
+    monkeypatch.setattr(kmeans, "LARGE", 100)
+    monkeypatch.setattr(kmeans, "BATCH", 64)
+    points = np.random.default_rng(1).standard_normal((500, 7)).astype(np.float32)
+    threads, splits = torch.get_num_threads(), []
+    try:
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            splits.append(kmeans.two_stage(points, 4, 20, 0))
+    finally:
+        torch.set_num_threads(threads)
+    assert np.array_equal(*splits)
+
+
+def test_points_are_read_batch_by_batch(monkeypatch):
+    """What is ever looked at at once: a batch of random rows, or of neighbouring ones."""
+    monkeypatch.setattr(kmeans, "LARGE", 100)
+    monkeypatch.setattr(kmeans, "BATCH", 50)
+    points, _ = far_blobs(700)
+    seen, original = [], torch.cdist
+    monkeypatch.setattr(torch, "cdist", lambda a, b: seen.append(len(a)) or original(a, b))
+    kmeans.two_stage(points, 3, 10, 0)
+    assert max(seen) == 50
+    assert sum(seen) == 2 * 700
+
+
+def test_nearest_in_batches_is_the_nearest(monkeypatch):
+    monkeypatch.setattr(kmeans, "BATCH", 30)
+    test_nearest_is_the_nearest()
+
+
+def test_features_wait_on_the_disk(monkeypatch):
+    dataset, _ = blobs()
+    few = feature_points(dataset, "pixels")
+    assert not isinstance(few, np.memmap)
+    monkeypatch.setattr(kmeans, "LARGE", 99)
+    many = feature_points(dataset, "pixels")
+    assert isinstance(many, np.memmap)
+    assert many.dtype == few.dtype == np.float32
+    assert np.array_equal(many, few)
+
+
+def test_a_large_folder_is_partitioned_like_a_small_one(monkeypatch):
+    dataset, _ = blobs()
+    rows = data.Rows(dataset.images, torch.arange(100))
+    lazy = Dataset(rows, dataset.labels, dataset.class_names)
+    small, large = (partition(x, 3, "pixels", None, 0) for x in (dataset, lazy))
+    assert torch.equal(small.assignment, large.assignment)
+    assert small.fingerprint == large.fingerprint
+
+
+@pytest.mark.parametrize("features", ["pixels", "inception", "dinov2", "resnet18"])
+def test_help_names_the_features(capsys, features):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert features in capsys.readouterr().out

@@ -308,6 +308,24 @@ def test_learned_router_gives_log_probs_that_depend_on_everything():
         assert not torch.allclose(router(*other), log_probs, atol=1e-3)
 
 
+def test_learned_router_conditions_its_joint_by_bayes():
+    """With a label: its column of p(k, y), renormalised. The null label: the sum over columns."""
+    router, generator = small_router(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    x_t, t = torch.randn(8, 2, 4, 6, generator=generator), torch.rand(8, generator=generator)
+    joint = router(x_t, t).exp()
+    assert joint.shape == (8, 5, 3)
+    torch.testing.assert_close(joint.sum((1, 2)), torch.ones(8))
+    for label in range(3):
+        column = joint[:, :, label]
+        wanted = column / column.sum(1, keepdim=True)
+        found = router(x_t, t, torch.full((8,), label)).exp()
+        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(router(x_t, t, torch.full((8,), 3)).exp(), joint.sum(2))
+
+
 # ---------------------------------------------------------------- statistics of a shard
 
 

@@ -2,7 +2,10 @@
 
 import math
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -12,20 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddm_min import training
+from ddm_min import partition, training
 from ddm_min.data import Dataset, to_float
 from ddm_min.dit import DiT, DiTConfig
 from ddm_min.expert import read_file, write_file
-from ddm_min.objectives import FLOW, draw_times, loss
-from ddm_min.training import (
-    TrainConfig,
-    describe,
-    draw_batch,
-    drop_labels,
-    normal_like,
-    resume_file,
-    train,
-)
+from ddm_min.objectives import FLOW, draw_times, drop_labels, loss, normal_like
+from ddm_min.training import TrainConfig, describe, draw_batch, resume_file, train
 
 # ---------------------------------------------------------------- small things to train
 
@@ -519,6 +514,58 @@ def test_bf16_trains_close_to_fp32_and_keeps_fp32_weights(tmp_path):
         assert state(file)["model.head.weight"].dtype == torch.float32
     assert losses["bf16"] != losses["fp32"]
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.05)  # 8 bits of mantissa
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler, and there is no g++"
+)
+
+
+@needs_compiler
+def test_a_compiled_run_is_the_same_run_and_goes_on_bit_by_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    plain, straight, parts = (tmp_path / f"{x}.safetensors" for x in ("plain", "straight", "parts"))
+    _, losses = run(plain, config(6))
+    _, compiled = run(straight, config(6, compile=True))
+    assert compiled == pytest.approx(losses, rel=1e-4)  # float32 sums in another order
+    run_in_parts(monkeypatch, parts, config(6, compile=True), [2, 4])
+    a, b, c = state(parts), state(straight), state(plain)
+    assert b.keys() == c.keys()  # names as without --compile
+    assert all(torch.equal(a[name], b[name]) for name in b)
+    assert not all(torch.equal(b[name], c[name]) for name in b)  # other kernels did run
+
+
+def test_compile_belongs_to_the_environment_of_a_run(tmp_path, monkeypatch):
+    file = tmp_path / "x.safetensors"
+    with monkeypatch.context() as stopped:
+        stopped.setattr(training, "Stopper", StopAfter(2))
+        with pytest.raises(SystemExit):
+            run(file, config(4))
+    with pytest.raises(ValueError, match="compile was False and is True"):
+        run(file, config(4, compile=True))
+    args = Namespace(lr=0.1, compile=True)
+    assert describe(args, "abc") == {"lr": 0.1, "data": "abc"}
+
+
+@pytest.mark.parametrize("script", ["train_expert.py", "train_router.py"])
+def test_compile_without_a_compiler_is_one_sentence(tmp_path, script):
+    partition.main(["--data", "digits", "--clusters", "2", "--run", str(tmp_path)])
+    words = [script, "--run", str(tmp_path), "--steps", "2", "--device", "cpu", "--compile"]
+    words += ["--cluster", "1"] if script == "train_expert.py" else []
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, *words],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | caches | {"CXX": str(tmp_path / "no-compiler")},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    error = ended.stderr.strip().splitlines()[-1]
+    assert error.startswith("error: --compile finds no working compiler")
+    assert error.endswith("install g++, or leave --compile out")
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "resume" / "expert_1.safetensors").exists()
 
 
 def test_G3_an_output_that_cannot_be_written_is_noticed_before_the_first_step(tmp_path):
