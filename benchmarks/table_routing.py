@@ -35,7 +35,6 @@ STRATEGIES = (
     "full",
     "top-1",
     "top-2",
-    "top-3",
     "sample-1",
     "sample-2",
     "threshold-0.1",
@@ -92,7 +91,6 @@ def main() -> None:
             rows += [
                 row("prior + coupled", f"k{k}", "coupled", "prior"),
                 row("gaussian + coupled", f"k{k}", "coupled", "gaussian"),
-                row("gaussian + full", f"k{k}", "full", "gaussian"),
             ]
             panels[f"K = {k}"] = rows
         panels["K = 4"] += [
