@@ -22,6 +22,7 @@ from ddm_min import data, partition
 from ddm_min.data import Dataset, to_float
 from ddm_min.dit import PRESETS
 from ddm_min.ensemble import Ensemble
+from ddm_min.expert import replacing
 from ddm_min.features import distance, moments
 from ddm_min.run import choose_labels, load_run
 from ddm_min.sampler import sample, start_noise
@@ -185,8 +186,11 @@ def measured(run: Path, judge: Judge, **how) -> dict:
     known = json.loads(file.read_text()) if file.exists() else {}
     if key not in known:
         images, labels, costs = draw(run, **how)
-        known[key] = judge(images, labels) | costs
-        file.write_text(json.dumps(known, indent=1))
+        found = judge(images, labels) | costs
+        known = json.loads(file.read_text()) if file.exists() else {}  # another table may add too
+        known[key] = found
+        with replacing(file) as temporary:
+            temporary.write_text(json.dumps(known, indent=1))
     return known[key]
 
 
