@@ -241,7 +241,8 @@ def dot_chart(name: str, title: str, xlabel: str, groups: dict[str, list[dict]],
                 if values:
                     axis.plot([np.mean(values)], [place], "|", color=color, ms=13, mew=2)
         for (text, value), style in zip(lines.items(), ("--", ":"), strict=False):
-            axis.axvline(value, color="0.4", ls=style, lw=1, label=text)
+            label = text if axis is panels[0, 0] else None  # once in the legend
+            axis.axvline(value, color="0.4", ls=style, lw=1, label=label)
         axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axis.set(title=group, xlabel=xlabel, xscale="log")
         axis.set_ylim(len(rows) - 0.4, -0.6)
