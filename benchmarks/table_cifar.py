@@ -6,7 +6,7 @@
 20,000 of the training images, cut by k-means of their pixels; every way to train sees 256,000
 images in all: the monolith 2,000 steps of batch 128, four experts 2,000 of 32, eight experts 2,000
 of 16, three time intervals 667 of 128 each. Class-conditional, width 64, depth 4, patches of 4,
-mirrored half of the time, one seed. Distances are Frechet's in the 128 penultimate features of the
+mirrored half of the time, routers 600 steps of 128, one seed. Distances are Frechet's in the 128 penultimate features of the
 small CNN (80 % right), of 500 samples (25 Euler steps) to the 5,000 images that neither CNN nor
 experts have seen; diversity is the mean distance of two samples of one class in these features.
 
@@ -86,7 +86,7 @@ def train_all(source: str, runs: list[str]) -> float:
     if set(runs) != set(RUNS):
         return 0.0
     for run in ("k4", "k8"):
-        trials.train_the_router(HOME / run, source, 0)
+        trials.train_the_router(HOME / run, source, 0, "--steps", "600")
     names = ("partition", "router", "expert_1", "expert_3")
     files = {f"{name}.safetensors": HOME / "k4" / f"{name}.safetensors" for name in names}
     files |= {f"expert_{k}.safetensors": HOME / "ddpm" / f"expert_{k}.safetensors" for k in (0, 2)}

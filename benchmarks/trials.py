@@ -85,14 +85,14 @@ def train_experts(run: Path, source: str, clusters, seed: int, *options: str, **
     return json.loads((run / "seconds.json").read_text())
 
 
-def train_the_router(run: Path, source: str, seed: int) -> None:
+def train_the_router(run: Path, source: str, seed: int, *options: str) -> None:
     """The default router on this run's partition, if it is not there. The experts do not matter to
     it: runs of one partition and seed share a router."""
     fingerprint = load_run(run, "prior", "cpu").experts[0].fingerprint
     shared = HOME / f"router_{fingerprint[:12]}_s{seed}"
     if not (shared / "router.safetensors").exists():
         gather(shared, {"partition.safetensors": run / "partition.safetensors"})
-        train_router.main(f"--data {source} --run {shared} --seed {seed}".split())
+        train_router.main(f"--data {source} --run {shared} --seed {seed}".split() + list(options))
     gather(run, {"router.safetensors": shared / "router.safetensors"})
 
 
