@@ -6,9 +6,10 @@
 20,000 of the training images, cut by k-means of their pixels; every way to train sees 256,000
 images in all: the monolith 2,000 steps of batch 128, four experts 2,000 of 32, eight experts 2,000
 of 16, three time intervals 667 of 128 each. Class-conditional, width 64, depth 4, patches of 4,
-mirrored half of the time, routers 600 steps of 128, one seed. Distances are Frechet's in the 128 penultimate features of the
-small CNN (80 % right), of 500 samples (25 Euler steps) to the 5,000 images that neither CNN nor
-experts have seen; diversity is the mean distance of two samples of one class in these features.
+mirrored half of the time, routers 600 steps of 128, one seed. Distances are Frechet's in the 128
+penultimate features of the small CNN (80 % right), of 500 samples (25 Euler steps) to the 5,000
+images that neither CNN nor experts have seen; diversity is the mean distance of two samples of one
+class in these features.
 
 Budget: 70 minutes of training on one core, and 10 of sampling; it goes on where it was stopped.
 Writes benchmarks/results/cifar.json, cifar.png and cifar_samples.png.
