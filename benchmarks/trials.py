@@ -22,6 +22,7 @@ from ddm_min import data, partition
 from ddm_min.data import Dataset, to_float
 from ddm_min.dit import PRESETS
 from ddm_min.ensemble import Ensemble
+from ddm_min.expert import replacing
 from ddm_min.features import distance, moments
 from ddm_min.run import choose_labels, load_run
 from ddm_min.sampler import sample, start_noise
@@ -84,10 +85,15 @@ def train_experts(run: Path, source: str, clusters, seed: int, *options: str, **
     return json.loads((run / "seconds.json").read_text())
 
 
-def train_the_router(run: Path, source: str, seed: int) -> None:
-    """The default router on this run's partition, if it is not there."""
-    if not (run / "router.safetensors").exists():
-        train_router.main(f"--data {source} --run {run} --seed {seed}".split())
+def train_the_router(run: Path, source: str, seed: int, *options: str) -> None:
+    """The default router on this run's partition, if it is not there. The experts do not matter to
+    it: runs of one partition and seed share a router."""
+    fingerprint = load_run(run, "prior", "cpu").experts[0].fingerprint
+    shared = HOME / f"router_{fingerprint[:12]}_s{seed}"
+    if not (shared / "router.safetensors").exists():
+        gather(shared, {"partition.safetensors": run / "partition.safetensors"})
+        train_router.main(f"--data {source} --run {shared} --seed {seed}".split() + list(options))
+    gather(run, {"router.safetensors": shared / "router.safetensors"})
 
 
 def gather(run: Path, files: dict[str, Path]) -> Path:
@@ -180,8 +186,11 @@ def measured(run: Path, judge: Judge, **how) -> dict:
     known = json.loads(file.read_text()) if file.exists() else {}
     if key not in known:
         images, labels, costs = draw(run, **how)
-        known[key] = judge(images, labels) | costs
-        file.write_text(json.dumps(known, indent=1))
+        found = judge(images, labels) | costs
+        known = json.loads(file.read_text()) if file.exists() else {}  # another table may add too
+        known[key] = found
+        with replacing(file) as temporary:
+            temporary.write_text(json.dumps(known, indent=1))
     return known[key]
 
 
@@ -232,7 +241,8 @@ def dot_chart(name: str, title: str, xlabel: str, groups: dict[str, list[dict]],
                 if values:
                     axis.plot([np.mean(values)], [place], "|", color=color, ms=13, mew=2)
         for (text, value), style in zip(lines.items(), ("--", ":"), strict=False):
-            axis.axvline(value, color="0.4", ls=style, lw=1, label=text)
+            label = text if axis is panels[0, 0] else None  # once in the legend
+            axis.axvline(value, color="0.4", ls=style, lw=1, label=label)
         axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axis.set(title=group, xlabel=xlabel, xscale="log")
         axis.set_ylim(len(rows) - 0.4, -0.6)
