@@ -104,7 +104,7 @@ def load_teacher(args: argparse.Namespace, dataset: data.Dataset) -> tuple[list[
     _, experts = load_experts(folder, args.device)
     if {expert.fingerprint for expert in experts} - {partition.fingerprint, ""}:
         raise ValueError(f"the experts in {folder} were trained for another partition than its own")
-    return experts, partition.assignment
+    return experts, partition.assignment.to(args.device)
 
 
 @one_sentence_errors
@@ -142,9 +142,8 @@ def main(argv: list[str] | None = None) -> None:
         t = draw_times(len(x0), objective.schedule, expert.time_interval, rng).to(x0.device)
         x0, eps, t, labels, rows = my_share(x0, normal_like(x0, rng), t, labels, rows)
         if teachers:  # the same x_t, and the teacher's belief in what it is made of (DDM 3.6)
-            homes = clusters[rows.cpu()].to(x0.device)
             asked = (x0, eps, t, labels, objective.schedule, dataset.num_classes)
-            x0, eps = believed_pair(teachers, homes, *asked)
+            x0, eps = believed_pair(teachers, clusters[rows], *asked)
         return loss(model, x0, eps, t, labels, objective, args.max_weight).mean()
 
     file = args.run / expert.file_name

@@ -9,19 +9,13 @@ table_routing's trainings, 20 minutes on one core.
 Writes benchmarks/results/distillation.json and .png.
 """
 
-import argparse
-
-import torch
-
 from benchmarks.trials import (
     HOME,
     SEEDS,
-    Judge,
-    digits_split,
-    dot_chart,
-    measured,
-    per_seed,
+    distance_chart,
+    row,
     split_run,
+    start,
     train_experts,
     train_the_router,
     write_table,
@@ -37,13 +31,7 @@ COLUMNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
-    torch.set_num_threads(1)
-    source, train, heldout = digits_split()
-    judge = Judge(train, heldout)
+    source, judge = start(__doc__)
     for seed in SEEDS:
         teachers = split_run(HOME / f"k4_s{seed}", source, 4)
         train_experts(teachers, source, range(4), seed)
@@ -64,14 +52,12 @@ def main() -> None:
         ("teachers, coupled", "k4", "coupled", "learned"),
     ):
         how = dict(strategy=strategy, router=router, label=None)
-        results = [measured(HOME / f"{run}_s{seed}", judge, **how) for seed in SEEDS]
-        rows.append({"name": name} | per_seed(results, COLUMNS))
+        rows.append(row(name, run, judge, COLUMNS, **how))
     floor = judge.floor()["to_train"]
     note = f"seeds {list(SEEDS)}; held-out digits to train: {floor:.3f}"
     write_table("distillation", "Distillation on the digits", list(COLUMNS), rows, note)
-    lines, names = {"held-out digits to train": floor}, ["to train", "to held-out"]
     title = "Digits: a dense student, K = 4 teachers"
-    dot_chart("distillation", title, "pixel Frechet distance", {"": rows}, names, lines)
+    distance_chart("distillation", title, {"": rows}, judge)
 
 
 if __name__ == "__main__":

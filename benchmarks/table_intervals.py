@@ -11,23 +11,11 @@ model needs to be as good. Budget: 3 seeds x 3,500 steps x 3, 15 minutes on one 
 Writes benchmarks/results/intervals.json and .png.
 """
 
-import argparse
 import json
 
 import numpy as np
-import torch
 
-from benchmarks.trials import (
-    HOME,
-    RESULTS,
-    SEEDS,
-    Judge,
-    digits_split,
-    measured,
-    per_seed,
-    train_experts,
-    write_table,
-)
+from benchmarks.trials import HOME, RESULTS, SEEDS, row, start, train_experts, write_table
 
 BUDGETS = (500, 1000, 2000)
 COLUMNS = {"to train": "to_train", "to held-out": "to_heldout", "as asked": "as_asked"}
@@ -69,13 +57,7 @@ def draw(rows: dict[str, dict[int, dict]], floor: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
-    torch.set_num_threads(1)
-    source, train, heldout = digits_split()
-    judge = Judge(train, heldout)
+    source, judge = start(__doc__)
     pilot = json.loads((RESULTS / "pilot_0.json").read_text())
     splits = {
         "monolith": ("budget", [0.0, 1.0], [1.0]),
@@ -95,24 +77,23 @@ def main() -> None:
                     )
                     train_experts(run, source, ["all"], seed, *interval, steps=number)
             how = dict(strategy="full", router="prior", label=None)
-            results = [measured(HOME / f"{run_name}{budget}_s{s}", judge, **how) for s in SEEDS]
-            row = {"name": f"{name}, {budget} steps", "total": sum(steps), "wall-clock": max(steps)}
-            rows[name][budget] = row | per_seed(results, COLUMNS)
+            found = row(f"{name}, {budget} steps", f"{run_name}{budget}", judge, COLUMNS, **how)
+            rows[name][budget] = found | {"total": sum(steps), "wall-clock": max(steps)}
 
     one = [np.mean(rows["monolith"][b]["to held-out"]) for b in BUDGETS]
     table = []
     for by_budget in rows.values():
-        for row in by_budget.values():
-            same = steps_for(np.mean(row["to held-out"]), BUDGETS, one)
-            costs = {"total": [row["total"]], "wall-clock": [row["wall-clock"]]}
+        for found in by_budget.values():
+            same = steps_for(np.mean(found["to held-out"]), BUDGETS, one)
+            costs = {"total": [found["total"]], "wall-clock": [found["wall-clock"]]}
             costs["one model, same quality"] = [same]
-            costs["total / same"] = [row["total"] / same]
-            costs["wall-clock / same"] = [row["wall-clock"] / same]
-            table.append(row | costs)
+            costs["total / same"] = [found["total"] / same]
+            costs["wall-clock / same"] = [found["wall-clock"] / same]
+            table.append(found | costs)
     columns = [*COLUMNS, *costs]
     note = f"seeds {list(SEEDS)}; ratios below 1: the experts are cheaper"
     write_table("intervals", "MDM on the digits", columns, table, note)
-    floor = judge(train.images, train.labels)["to_heldout"]
+    floor = judge(judge.train.images, judge.train.labels)["to_heldout"]
     draw(rows, floor)
 
 

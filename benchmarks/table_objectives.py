@@ -16,23 +16,19 @@ Budget: no training beyond table_routing's but 4 experts per seed (3 minutes on 
 minutes of sampling. Writes benchmarks/results/objectives.json and .png.
 """
 
-import argparse
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from benchmarks import trials
 from benchmarks.trials import (
     HOME,
     SEEDS,
-    Judge,
-    digits_split,
-    dot_chart,
+    distance_chart,
     gather,
-    measured,
-    per_seed,
+    row,
     split_run,
+    start,
     train_experts,
     train_the_router,
     write_table,
@@ -87,13 +83,7 @@ def reread(experts: list[Expert], reading: str) -> list[Expert]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
-    torch.set_num_threads(1)
-    source, train, heldout = digits_split()
-    judge = Judge(train, heldout)
+    source, judge = start(__doc__)
     for seed in SEEDS:
         flow = split_run(HOME / f"k4_s{seed}", source, 4)
         train_experts(flow, source, range(4), seed)
@@ -110,32 +100,30 @@ def main() -> None:
             }
             gather(HOME / f"{name}_s{seed}", shared | experts)
 
-    def row(name: str, run: str, reading: str) -> dict:
-        how = dict(strategy="coupled", router="learned", reading=reading)
-        results = [measured(HOME / f"{run}_s{seed}", judge, **how) for seed in SEEDS]
-        return {"name": name} | per_seed(results, COLUMNS)
+    def line(name: str, run: str, reading: str) -> dict:
+        how = dict(strategy="coupled", router="learned", reading=reading, reread=reread)
+        return row(name, run, judge, COLUMNS, **how)
 
-    trials.READ = reread
     panels = {
         "aligned": [
-            row("4 flow", "k4", "aligned"),
-            row("1 DDPM : 3 flow", "mix13", "aligned"),
-            row("2 DDPM : 2 flow", "mix22", "aligned"),
-            row("3 DDPM : 1 flow", "mix31", "aligned"),
-            row("4 DDPM", "ddpm4", "aligned"),
-            row("2 : 2, unclamped", "mix22", "aligned unclamped"),
-            row("4 DDPM, unclamped", "ddpm4", "aligned unclamped"),
-            row("2 : 2, paper's guards", "mix22", "aligned guards"),
-            row("4 DDPM, paper's guards", "ddpm4", "aligned guards"),
+            line("4 flow", "k4", "aligned"),
+            line("1 DDPM : 3 flow", "mix13", "aligned"),
+            line("2 DDPM : 2 flow", "mix22", "aligned"),
+            line("3 DDPM : 1 flow", "mix31", "aligned"),
+            line("4 DDPM", "ddpm4", "aligned"),
+            line("2 : 2, unclamped", "mix22", "aligned unclamped"),
+            line("4 DDPM, unclamped", "ddpm4", "aligned unclamped"),
+            line("2 : 2, paper's guards", "mix22", "aligned guards"),
+            line("4 DDPM, paper's guards", "ddpm4", "aligned guards"),
         ],
         "naive": [
-            row("4 flow", "k4", "aligned"),
-            row("2 DDPM : 2 flow", "mix22", "naive"),
-            row("4 DDPM", "ddpm4", "naive"),
-            row("2 : 2, unclamped", "mix22", "naive unclamped"),
-            row("4 DDPM, unclamped", "ddpm4", "naive unclamped"),
-            row("2 : 2, paper's guards", "mix22", "naive guards"),
-            row("4 DDPM, paper's guards", "ddpm4", "naive guards"),
+            line("4 flow", "k4", "aligned"),
+            line("2 DDPM : 2 flow", "mix22", "naive"),
+            line("4 DDPM", "ddpm4", "naive"),
+            line("2 : 2, unclamped", "mix22", "naive unclamped"),
+            line("4 DDPM, unclamped", "ddpm4", "naive unclamped"),
+            line("2 : 2, paper's guards", "mix22", "naive guards"),
+            line("4 DDPM, paper's guards", "ddpm4", "naive guards"),
         ],
     }
     floor = judge.floor()
@@ -145,9 +133,7 @@ def main() -> None:
     for panel, rows in panels.items():
         write_table(f"objectives_{panel}", panel, list(COLUMNS), rows, note)
     title = "Digits, K = 4: experts of two objectives in one ensemble"
-    lines = {"held-out digits to train": floor["to_train"]}
-    names = ["to train", "to held-out"]
-    dot_chart("objectives", title, "pixel Frechet distance", panels, names, lines)
+    distance_chart("objectives", title, panels, judge)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ rate, because a batch of 32 is noisier than one of 128. Budget: 55 trainings tha
 not share, 40 minutes on one core. Writes benchmarks/results/width.json and .png.
 """
 
-import argparse
 import json
 
 import torch
@@ -25,12 +24,10 @@ from benchmarks.trials import (
     NUM_SAMPLES,
     SEEDS,
     STEPS,
-    Judge,
-    digits_split,
-    dot_chart,
-    measured,
-    per_seed,
+    distance_chart,
+    row,
     split_run,
+    start,
     train_experts,
     train_the_router,
     write_table,
@@ -105,13 +102,7 @@ def taken_apart(run, train: Dataset, heldout: Dataset) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
-    torch.set_num_threads(1)
-    source, train, heldout = digits_split()
-    judge = Judge(train, heldout)
+    source, judge = start(__doc__)
     panels, errors = {}, []
     for name, (many, one, options, seeds) in MODELS.items():
         for seed in seeds:
@@ -128,8 +119,7 @@ def main() -> None:
             ("prior + coupled", many, "coupled", "prior"),
         ):
             how = dict(strategy=strategy, router=router, label=None)
-            results = [measured(HOME / f"{run}_s{seed}", judge, **how) for seed in seeds]
-            rows.append({"name": label} | per_seed(results, COLUMNS))
+            rows.append(row(label, run, judge, COLUMNS, seeds, **how))
         panels[name] = rows
         write_table(f"width_{many}", name, list(COLUMNS), rows, f"seeds {list(seeds)}")
         for label, run, router in (
@@ -137,17 +127,17 @@ def main() -> None:
             ("experts, learned router", many, "learned"),
             ("experts, exact router", many, "exact"),
         ):
-            parts = [taken_apart(HOME / f"{run}_s{seed}", train, heldout) for seed in seeds]
-            row = {key: [part[router][key] for part in parts] for key in parts[0][router]}
-            errors.append({"name": f"{name}: {label}"} | row)
+            parts = [
+                taken_apart(HOME / f"{run}_s{seed}", judge.train, judge.heldout) for seed in seeds
+            ]
+            values = {key: [part[router][key] for part in parts] for key in parts[0][router]}
+            errors.append({"name": f"{name}: {label}"} | values)
     columns = ["error", "loss, train", "loss, held-out"]
     write_table("width_errors", "squared error per pixel, mean over t", columns, errors, "")
-    floor = judge.floor()["to_train"]
     title = (
         f"One model of batch 128 or four experts of batch 32 ({STEPS} steps, {NUM_SAMPLES} samples)"
     )
-    lines = {"held-out digits to train": floor}
-    dot_chart("width", title, "pixel Frechet distance", panels, ["to train", "to held-out"], lines)
+    distance_chart("width", title, panels, judge)
 
 
 if __name__ == "__main__":

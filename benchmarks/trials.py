@@ -6,6 +6,7 @@ one call of train_expert.py or train_router.py in this process, on one thread, s
 goes on where it was. A measurement is a line of JSON beside the run, keyed by what was asked.
 """
 
+import argparse
 import json
 import shutil
 import time
@@ -32,7 +33,6 @@ RESULTS = Path(__file__).parent / "results"
 SEEDS = (0, 1, 2)
 STEPS = 1500
 NUM_SAMPLES = 500
-READ = lambda experts, reading: experts  # noqa: E731  table_objectives puts its own in
 PRESETS |= {  # the widths of DDM's figure 4, at our scale; `tiny` is width 64, depth 4
     "width16": dict(width=16, depth=3, heads=2, patch_size=2),
     "width32": dict(width=32, depth=3, heads=4, patch_size=2),
@@ -106,20 +106,23 @@ def gather(run: Path, files: dict[str, Path]) -> Path:
 
 def draw(
     run: Path, strategy: str, router: str | None = None, label: str | None = None, seed: int = 0,
-    num: int = NUM_SAMPLES, reading: str = "aligned", guidance_scale: float = 1.0,
-    num_steps: int = 50,
+    num: int = NUM_SAMPLES, reading: str = "aligned", reread=None, num_steps: int = 50,
 ) -> tuple[Tensor, Tensor, dict]:  # fmt: skip
-    """(images uint8 [N, C, H, W], labels [N], costs): what sample.py does, without the file."""
+    """(images uint8 [N, C, H, W], labels [N], costs): what sample.py does, without the file.
+
+    reading: "naive" in it asks at the same (x_t, t); reread(experts, reading) may exchange experts.
+    """
     loaded = load_run(run, router, "cpu")
     labels = choose_labels(label, num, loaded.class_names, loaded.counts)
+    experts = reread(loaded.experts, reading) if reread else loaded.experts
     ensemble = Ensemble(
-        READ(loaded.experts, reading), loaded.router, num_clusters=len(loaded.counts),
+        experts, loaded.router, num_clusters=len(loaded.counts),
         counts=loaded.counts, num_classes=len(loaded.class_names), align="naive" not in reading,
     )  # fmt: skip
     start, images, forwards, switches = time.process_time(), [], 0, 0
     for rows in tqdm(torch.arange(num).split(300), desc=f"{run.name} {strategy}", leave=False):
         keys = [(seed, index) for index in rows.tolist()]
-        field = ensemble.field(labels[rows], strategy, guidance_scale, keys)
+        field = ensemble.field(labels[rows], strategy, seeds=keys)
         noise = start_noise(loaded.experts[0].image_shape, keys)
         images.append(sample(field, noise, num_steps))
         forwards, switches = forwards + field.forwards, switches + field.switches
@@ -180,12 +183,12 @@ class Judge:
         return self(self.heldout.images, self.heldout.labels)
 
 
-def measured(run: Path, judge: Judge, **how) -> dict:
+def measured(run: Path, judge: Judge, reread=None, **how) -> dict:
     """Draw and judge, or read what an earlier call with the same arguments found."""
     file, key = run / "measured.json", json.dumps(how, sort_keys=True)
     known = json.loads(file.read_text()) if file.exists() else {}
     if key not in known:
-        images, labels, costs = draw(run, **how)
+        images, labels, costs = draw(run, reread=reread, **how)
         found = judge(images, labels) | costs
         known = json.loads(file.read_text()) if file.exists() else {}  # another table may add too
         known[key] = found
@@ -212,11 +215,15 @@ def write_table(name: str, title: str, columns: list[str], rows: list[dict], not
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
-def per_seed(results: list[dict], names: dict[str, str]) -> dict[str, list[float]]:
-    """{"column": value of each seed} from what `measured` returned for each."""
-    return {
+def row(name: str, run: str, judge: Judge, columns: dict[str, str], seeds=SEEDS, **how) -> dict:
+    """A table's row: {"name", column: a value per seed}, `measured` in HOME/run_s0, run_s1, ...
+
+    columns: name in the table -> key of a measurement. how: the arguments of `draw`.
+    """
+    results = [measured(HOME / f"{run}_s{seed}", judge, **how) for seed in seeds]
+    return {"name": name} | {
         column: [float(result[key]) for result in results]
-        for column, key in names.items()
+        for column, key in columns.items()
         if all(result[key] is not None for result in results)
     }
 
@@ -227,13 +234,14 @@ def dot_chart(name: str, title: str, xlabel: str, groups: dict[str, list[dict]],
     with. Writes RESULTS/name.png."""
     from matplotlib import pyplot as plt
 
-    most = max(len(rows) for rows in groups.values())
+    most, across = max(len(rows) for rows in groups.values()), min(len(groups), 2)
+    down = -(-len(groups) // across)
     figure, panels = plt.subplots(
-        1, len(groups), figsize=(5 * len(groups) + 1, 0.36 * most + 1.8), layout="constrained",
-        sharex=True, squeeze=False,
+        down, across, figsize=(5 * across + 1, (0.36 * most + 1.2) * down + 0.6),
+        layout="constrained", sharex=True, squeeze=False,
     )  # fmt: skip
     colors = ["#0072B2", "#D55E00", "#008C64", "#CC79A7"]
-    for axis, (group, rows) in zip(panels[0], groups.items(), strict=True):
+    for axis, (group, rows) in zip(panels.flat, groups.items(), strict=True):
         for place, row in enumerate(rows):
             for column, color in zip(columns, colors, strict=False):
                 values = row.get(column, [])
@@ -244,12 +252,14 @@ def dot_chart(name: str, title: str, xlabel: str, groups: dict[str, list[dict]],
             label = text if axis is panels[0, 0] else None  # once in the legend
             axis.axvline(value, color="0.4", ls=style, lw=1, label=label)
         axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
-        axis.set(title=group, xlabel=xlabel, xscale="log")
+        axis.set(title=group, xscale="log")
         axis.set_ylim(len(rows) - 0.4, -0.6)
         axis.grid(alpha=0.3, axis="x", which="both")
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("{x:g}")
         axis.tick_params(axis="x", which="both", labelsize=7, rotation=45)
+    for axis in panels[-1]:
+        axis.set_xlabel(xlabel)
     for column, color in zip(columns, colors, strict=False):
         panels[0, 0].scatter([], [], color=color, s=14, label=column)
     figure.legend(loc="outside lower center", ncols=6, frameon=False)
@@ -257,3 +267,18 @@ def dot_chart(name: str, title: str, xlabel: str, groups: dict[str, list[dict]],
     RESULTS.mkdir(parents=True, exist_ok=True)
     figure.savefig(RESULTS / f"{name}.png", dpi=130)
     plt.close(figure)
+
+
+def distance_chart(name: str, title: str, panels: dict[str, list[dict]], judge: Judge) -> None:
+    """`dot_chart` of the distances to both parts of the digits, beside what real digits reach."""
+    lines = {"held-out digits to train": judge.floor()["to_train"]}
+    dot_chart(name, title, "pixel Frechet distance", panels, ["to train", "to held-out"], lines)
+
+
+def start(description: str) -> tuple[str, Judge]:
+    """What every table on the digits begins with: --help, one thread, data to train on, judge."""
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=description, formatter_class=form).parse_args()
+    torch.set_num_threads(1)
+    source, train, heldout = digits_split()
+    return source, Judge(train, heldout)

@@ -103,6 +103,7 @@ class EmpiricalFlow:
         )
 
         def model(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+            """What a perfect network outputs: like x_t."""
             x0 = flow.x0(x_t, t, labels)
             return target(x0, flow._eps_given_x0(x_t, t, x0), t, objective)
 
@@ -127,6 +128,7 @@ def exact_router(
     ]
 
     def log_probs(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Exact log p(k | x_t, t, label), [B, K]."""
         evidence = [flow.log_weights(x_t, t, labels).logsumexp(1) for flow in flows]
         return torch.stack(evidence, dim=1).log_softmax(1)
 

@@ -19,6 +19,7 @@ def one_sentence_errors(main: Callable) -> Callable:
 
     @functools.wraps(main)
     def guarded(argv: list[str] | None = None) -> None:
+        """`main`, whose errors of a user's making end in exit code 2, and Ctrl-C in 130."""
         try:
             main(argv)
         except (ValueError, OSError, FloatingPointError) as error:

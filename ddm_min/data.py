@@ -232,6 +232,7 @@ def load_folder(root: Path, image_size: int | None = None) -> Dataset:
         labels |= dict.fromkeys(found, label)
 
     def read(file: Path) -> tuple[np.ndarray, list[int]]:
+        """One picture and its label, as `collect` wants them: [1, 3, H, W], [label]."""
         return read_image(file, image_size)[None], [labels[file]]
 
     names = [folder.name for folder in folders]
@@ -242,6 +243,7 @@ class ArrayUnpickler(pickle.Unpickler):
     """Arrays and plain data only. Raises UnpicklingError for anything that could run code."""
 
     def find_class(self, module: str, name: str):
+        """What a name in the pickle stands for, if it is one of ARRAYS."""
         if not ARRAYS.fullmatch(f"{module}.{name}"):
             raise pickle.UnpicklingError(f"{module}.{name} in it could run code")
         return super().find_class(module, name)
@@ -280,6 +282,7 @@ def read_all(files: list[Path], read: Callable, unit: str, sink) -> tuple[list, 
     """
 
     def attempt(file: Path):
+        """`read`, or the reason why not as a text."""
         try:
             return read(file)
         except Exception as error:  # a damaged file can make Pillow, pickle, numpy raise anything

@@ -132,6 +132,7 @@ class Block(nn.Module):
         )
 
     def attention(self, x: Tensor) -> Tensor:
+        """softmax(q k^T / sqrt(d / heads)) v, then a linear layer: [B, N, d] -> the same."""
         q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
         return self.proj(rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)"))
 

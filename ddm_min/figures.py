@@ -142,7 +142,7 @@ def losses(run: Path, file: Path) -> None:
     if not (axes[0].lines or axes[1].lines):
         raise ValueError(f"there are no training records in {(run / 'resume').resolve()}")
     axes[0].set(title="experts, each in isolation", ylabel="squared error per value", yscale="log")
-    axes[1].set(title="router", ylabel="cross-entropy in nats")
+    axes[1].set(title="router", ylabel="cross-entropy of cluster and class, nats")
     for axis in axes:
         axis.set_xlabel("step (running mean)")
         axis.grid(alpha=0.3)
@@ -163,18 +163,22 @@ def theorem(file: Path, time: float = 0.4, edge: float = 3.5) -> None:
     colors, experts = ["#0072B2", "#D55E00", "#008C64"], []
 
     def mixed(chosen: list[Expert], x_t: Tensor, t: Tensor, align: bool = True) -> Tensor:
+        """The ensemble's velocity at x_t [B, 2, 1, 1] of these experts and the exact router."""
         ensemble = Ensemble(chosen, router, path, align=align, num_clusters=3, allow_missing=True)
         return ensemble.field(torch.zeros(len(t), dtype=torch.long), "full")(x_t, t)
 
     def grid(num: int) -> tuple[np.ndarray, Tensor, Tensor]:
+        """(ticks, the num^2 points of a square grid, the time at each)."""
         ticks = torch.linspace(-edge, edge, num, dtype=torch.float64)
         points = torch.cartesian_prod(ticks, ticks).flip(1)[..., None, None]  # rows of equal y
         return ticks.numpy(), points, torch.full((num**2,), time, dtype=torch.float64)
 
     def noise(seed: int, num: int) -> Tensor:
+        """Start points in the plane, float64 [num, 2, 1, 1]."""
         return start_noise((2, 1, 1), [(seed, index) for index in range(num)]).double()
 
     def dots(axis, points: Tensor, color: str, size: float, **style) -> None:
+        """Draw points [N, 2, 1, 1]."""
         axis.scatter(*points.flatten(1).T, s=size, color=color, **style)
 
     figure, axes = plt.subplots(2, 3, figsize=(11.2, 8.4), layout="constrained")

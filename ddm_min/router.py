@@ -151,6 +151,7 @@ def prior_router(counts: Tensor, num_classes: int):
     """
 
     def log_probs(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        """log n_{k,y} / n_y, [B, K], the same for every x_t and t."""
         known = class_mask(labels, counts.shape[1], num_classes).double() @ counts.double().T
         return (known / known.sum(1, keepdim=True).clamp(min=1)).log().to(x_t.dtype)
 
@@ -166,6 +167,7 @@ def assigned_router(clusters: Tensor, num_clusters: int):
     log_probs = F.one_hot(clusters, num_clusters).log()
 
     def router(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        """0 at the given cluster and -inf elsewhere, [B, K]."""
         return log_probs.to(x_t)
 
     return router
@@ -178,6 +180,7 @@ def gaussian_router(shards: list[ShardStats | None], num_classes: int, path: Sch
     """
 
     def log_probs(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        """Bayes' rule over the shards' Gaussians, [B, K]."""
         columns = []
         for stats in shards:
             if stats is None:

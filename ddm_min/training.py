@@ -147,6 +147,7 @@ class Stopper:
         return self
 
     def request(self, *_) -> None:
+        """The signal handler: remember, and return to the step that is under way."""
         self.requested = True
 
     def __exit__(self, *_) -> None:

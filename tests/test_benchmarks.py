@@ -1,10 +1,20 @@
 """The arithmetic of the benchmarks, where a mistake would look like a result."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import pilot, table_intervals, table_objectives, trials
+from benchmarks import (
+    pilot,
+    table_distillation,
+    table_intervals,
+    table_objectives,
+    table_routing,
+    table_width,
+    trials,
+)
 from ddm_min.analytic import EmpiricalFlow
 from ddm_min.conversion import velocity_on
 from ddm_min.data import load, to_float
@@ -80,3 +90,50 @@ def test_nearest_distance_and_diversity_by_hand():
     images = torch.cat([black, white, black, black])
     labels = torch.tensor([0, 0, 1, 1])
     assert trials.diversity(images, labels) == pytest.approx((2.0 + 0.0) / 2)
+
+
+TABLES = [table_routing, table_width, table_objectives, table_intervals, table_distillation]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_every_table_puts_what_was_measured_where_it_belongs(table, tmp_path, monkeypatch):
+    """Its whole main, with stand-ins for hours of training: a measurement that names its run and
+    seed must come out in the JSON under that row, in the order of the seeds."""
+    monkeypatch.setattr("sys.argv", ["table"])
+    monkeypatch.setattr(trials, "HOME", tmp_path / "runs")
+    monkeypatch.setattr(table, "HOME", tmp_path / "runs")
+    for module in {trials, table}:
+        if hasattr(module, "RESULTS"):
+            monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    pilot_result = {"borders": [0, 0.25, 0.875, 1], "shares": [0.3, 0.5, 0.2]}
+    (tmp_path / "results" / "pilot_0.json").write_text(json.dumps(pilot_result))
+    for name in ("train_experts", "train_the_router", "gather"):
+        if hasattr(table, name):
+            monkeypatch.setattr(table, name, lambda *_, **__: None)
+    if hasattr(table, "split_run"):
+        monkeypatch.setattr(table, "split_run", lambda run, *_: run)
+    if table is table_width:
+        part = {"error": 1.0, "loss, train": 2.0, "loss, held-out": 3.0}
+        both = {"learned": part, "exact": part}
+        monkeypatch.setattr(table, "taken_apart", lambda *_: both)
+
+    numbers = {}
+
+    def stand_in(run, judge, reread=None, **how):
+        key = f"{run.name} {sorted(how.items())}"
+        number = numbers.setdefault(key, 1.0 + len(numbers))
+        keys = ("to_train", "to_heldout", "class_shares_off", "as_asked", "nearest", "diversity")
+        return dict.fromkeys((*keys, "forwards", "switches", "seconds"), number)
+
+    monkeypatch.setattr(trials, "measured", stand_in)
+    table.main()
+    results = [json.loads(x.read_text()) for x in tmp_path.glob("results/*.json")]
+    rows = [row for result in results for row in result.get("rows", []) if "to held-out" in row]
+    found = [value for row in rows for value in row["to held-out"]]
+    assert set(found) == set(numbers.values())  # all that was measured is shown
+    for row in rows:  # seeds follow each other: three measurements in a row, or a single one
+        values = row["to held-out"]
+        assert values == [values[0] + k for k in range(len(values))]
+        assert len(values) in (1, 3)
+    assert list(tmp_path.glob("results/*.png"))
