@@ -4,13 +4,15 @@
     python -m benchmarks.kill_loop --kills 20 --seconds 30
 
 A run is a fork of this process, in which everything is loaded already; so it starts in a moment. It
-saves after every step and tells through a pipe when the writing of the file begins and when the
-save has ended, so that SIGKILL comes at a random moment of a random step or, half of the time, of
-the writing. The same command follows until it ends by itself. At the end the second number: the
-share of the time that saving takes with the usual interval.
+saves after every step and tells through a pipe when the writing of a file begins and when a save
+has ended, so that SIGKILL comes at a random moment of a random step or, half of the time, in the
+writing: then none, some or all of the bytes are in the temporary file, and it has not been renamed.
+The same command follows until it ends by itself. At the end the second number: the share of
+the time that saving takes with the usual interval.
 """
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -25,6 +27,8 @@ import torch
 
 import train_expert
 from ddm_min import expert, partition, training
+
+MOST_SAVES = 4  # and so steps, between two kills
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
@@ -59,19 +63,35 @@ def wait(pid: int, seconds: float = 60) -> int:
     raise TimeoutError(f"process {pid} did not end within {seconds} s")
 
 
-def saving_every_step(main: Callable, argv: list[str], report: int) -> Callable[[], None]:
-    """main(argv) with a save after every step, which reports "(" before it writes, ")" after it."""
+def saving_every_step(
+    main: Callable, argv: list[str], report: int,
+    cut: int | None = None, share: float = 1, most: float = math.inf,
+) -> Callable[[], None]:  # fmt: skip
+    """main(argv) with a save after every step, which reports "(" before it writes, ")" after it.
+
+    cut: in the writing of this number only a `share` of the bytes reaches the file before "(" is
+    reported, and it waits to be killed. It waits as well once it has made `most` saves.
+    """
 
     def work():
-        save, save_file = training.State.save, expert.save_file
+        save, save_file, begun, ended = training.State.save, expert.save_file, [0], [0]
 
         def reported_save(self, *args):
             save(self, *args)
             os.write(report, b")")
+            ended[0] += 1
+            if ended[0] >= most:
+                time.sleep(60)
 
-        def reported_save_file(*args, **kwargs):
+        def reported_save_file(tensors, file, metadata):
+            begun[0] += 1
+            if begun[0] == cut:
+                save_file(tensors, file, metadata)
+                os.truncate(file, round(share * os.path.getsize(file)))
             os.write(report, b"(")
-            save_file(*args, **kwargs)
+            if begun[0] == cut:
+                time.sleep(60)
+            save_file(tensors, file, metadata)
 
         training.SAVE_EVERY = 0
         training.State.save, expert.save_file = reported_save, reported_save_file
@@ -88,15 +108,15 @@ def cut_files(run: Path) -> list[Path]:
 def kill_once(main: Callable, argv: list[str], run: Path, rng: random.Random) -> bool:
     """Start main(argv), kill it at a random moment. False if it had ended by itself."""
     ear, mouth = os.pipe()
-    pid = fork(saving_every_step(main, argv, mouth), run / "log")
-    os.close(mouth)
     # Begins and ends of writing to wait for; 0: killed while starting; odd: while writing.
     moments = rng.choice((0, 1, 1, 2, 3, 3, 4, 5, 5, 6))
+    cut = (moments + 1) // 2 if moments % 2 else None
+    share = rng.choice((0, rng.random(), 1))
+    pid = fork(saving_every_step(main, argv, mouth, cut, share, MOST_SAVES), run / "log")
+    os.close(mouth)
     heard = sum(len(os.read(ear, 1)) for _ in range(moments))
-    deadline = time.monotonic() + 0.1
-    while moments % 2 and time.monotonic() < deadline and not cut_files(run):
-        pass
-    time.sleep(max(0, rng.uniform(-0.002, 0.005)) if moments else rng.uniform(0, 0.2))
+    if cut is None:
+        time.sleep(rng.uniform(0, 0.005) if moments else rng.uniform(0, 0.2))
     os.kill(pid, signal.SIGKILL)
     killed = heard == moments and wait(pid) == -signal.SIGKILL
     os.close(ear)
@@ -158,7 +178,7 @@ def main() -> None:
         def argv(run: Path, steps: int) -> list[str]:
             return f"--run {run} --cluster 0 --steps {steps} --device cpu".split()
 
-        steps = 4 * args.kills + 10
+        steps = MOST_SAVES * args.kills + 10
         train_expert.main(argv(straight, steps))
         start = time.monotonic()
         result = kill_loop(train_expert.main, argv(killed, steps), killed, args.kills, args.seed)

@@ -13,7 +13,7 @@ import torch
 
 import train_expert
 import train_router
-from benchmarks.kill_loop import fork, kill_loop, saving_every_step, wait
+from benchmarks.kill_loop import MOST_SAVES, fork, kill_loop, saving_every_step, wait
 from ddm_min import partition, training
 from ddm_min.expert import read_file, replacing
 
@@ -58,13 +58,13 @@ def arguments(run, words: str, steps: int) -> list[str]:
 def test_C7_killed_at_random_moments_it_ends_in_the_same_bytes(tmp_path, split, case):
     main, words, name, kills = CASES[case]
     straight, killed = (new_run(tmp_path / folder, split) for folder in ("straight", "killed"))
-    steps = 4 * kills + 4  # at most 4 steps are made between two kills
+    steps = MOST_SAVES * kills + 4
     assert wait(fork(lambda: main(arguments(straight, words, steps)), tmp_path / "log")) == 0
     happened = kill_loop(main, arguments(killed, words, steps), killed, kills, seed=len(case))
     print(happened)
     assert happened["kills"] == kills
     assert happened["resumed"] >= 1
-    assert happened["in_writing"] >= kills / 8  # a cut temporary file lay beside the whole one
+    assert happened["in_writing"] >= kills / 3  # a cut temporary file lay beside the whole one
     for place in (name, f"resume/{name}"):
         assert (killed / place).read_bytes() == (straight / place).read_bytes(), place
     assert list(killed.rglob(".*.tmp.*")) == []
