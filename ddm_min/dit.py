@@ -119,6 +119,18 @@ def position_table(height: int, width: int, size: int) -> Tensor:
     return torch.cat(parts, dim=1).float()
 
 
+class GELU(nn.Module):
+    """x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): DiT's activation.
+
+    On a CPU, sigmoid costs a quarter of tanh, which pays where a compiler fuses the rest of it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
+        return F.gelu(x, approximate="tanh")
+
+
 class Block(nn.Module):
     """One transformer block; `modulation` [B, 6, 1, d] is shift, scale, gate, twice."""
 
@@ -127,9 +139,7 @@ class Block(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), GELU(), nn.Linear(4 * width, width))
 
     def attention(self, x: Tensor) -> Tensor:
         """softmax(q k^T / sqrt(d / heads)) v, then a linear layer: [B, N, d] -> the same."""

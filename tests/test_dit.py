@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddm_min.dit import PRESETS, DiT, DiTConfig, patchify, position_table, unpatchify
+from ddm_min.dit import GELU, PRESETS, DiT, DiTConfig, patchify, position_table, unpatchify
 
 
 def randomised(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
@@ -250,3 +250,18 @@ def test_position_table_is_that_of_facebook_dit(height, width, size):
     ours = position_table(height, width, size)
     # positions up to 16, frequencies rounded to float32: 16 * 6e-8, and the table's own rounding
     assert np.abs(ours.numpy() - positions_of_facebook_dit(height, width, size)).max() < 5e-6
+
+
+def test_compiled_gelu_is_the_same_function(monkeypatch):
+    """Both ways to write it, value and slope; five roundings of numbers up to 10."""
+    x = torch.linspace(-10, 10, 2001, dtype=torch.float64, requires_grad=True)
+
+    def value_and_slope():
+        y = GELU()(x)
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    eager = value_and_slope()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    compiled = value_and_slope()
+    assert not torch.equal(eager[0], compiled[0])  # the other branch was taken
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-14)
