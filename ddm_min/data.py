@@ -29,7 +29,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
@@ -235,8 +234,7 @@ def load_folder(root: Path, image_size: int | None = None) -> Dataset:
         """One picture and its label, as `collect` wants them: [1, 3, H, W], [label]."""
         return read_image(file, image_size)[None], [labels[file]]
 
-    names = [folder.name for folder in folders]
-    return collect(root, list(labels), read, names, f"pictures at {image_size}")
+    return collect(root, list(labels), read, [x.name for x in folders], f"pictures at {image_size}")
 
 
 class ArrayUnpickler(pickle.Unpickler):
@@ -276,9 +274,9 @@ def load_imagenet(root: Path, size: int) -> Dataset:
 def read_all(files: list[Path], read: Callable, unit: str, sink) -> tuple[list, list]:
     """Write the images of all files to `sink`, in order; returns ([N, C, H, W], labels).
 
-    Threads read, since Pillow, numpy and the disk leave Python's lock; few files are in memory at
-    a time (archives have 1.6 GB each). Every file is read before anything else happens: those
-    that cannot be read stop here, by name.
+    Threads read, since Pillow, numpy and the disk leave Python's lock, but no more at a time than
+    there is memory for: an archive has 1.6 GB, and unpickling holds it twice. Every file is read
+    before anything else happens: those that cannot be read stop here, by name.
     """
 
     def attempt(file: Path):
@@ -286,9 +284,10 @@ def read_all(files: list[Path], read: Callable, unit: str, sink) -> tuple[list, 
         try:
             return read(file)
         except Exception as error:  # a damaged file can make Pillow, pickle, numpy raise anything
-            return f"{file} ({error or type(error).__name__})"
+            return f"{file} ({str(error) or type(error).__name__})"
 
-    labels, bad, first, window = [], [], None, 2 if unit == "archives" else 256
+    largest = max(1, *(file.stat().st_size for file in files))
+    labels, bad, first, window = [], [], None, min(256, max(1, 2**30 // largest))
     with ThreadPoolExecutor() as pool:
         for number, file in enumerate(tqdm(files, unit=unit, disable=isinstance(sink, io.BytesIO))):
             if number % window == 0:
@@ -328,6 +327,8 @@ def collect(root: Path, files: list, read: Callable, names: list[str], kind: str
     folder = cache / f"{root.resolve().name}-{key.hexdigest()[:16]}"
     pixels, about = folder / "images.raw", folder / "about.npz"
     try:
+        from filelock import FileLock  # here, because it takes a tenth of a second
+
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):  # of several processes one converts and the others wait
             if not about.exists():  # it is written last

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import struct
+import threading
 import urllib.error
 import urllib.request
 import zlib
@@ -569,6 +570,36 @@ def test_wrong_archives_are_refused_by_name(tmp_path, small_archives, bad, proto
     with pytest.raises(ValueError, match=r"cannot read 1 of 10 archives: .*batch_4") as error:
         load(f"imagenet64:{tmp_path}")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("size, together", [(2**30, 1), (2**29, 2)])
+def test_large_archives_are_read_one_at_a_time(tmp_path, size, together):
+    """Files of holes, of which nothing is read; small ones wait for each other or would hang."""
+    files = [tmp_path / str(number) for number in range(4)]
+    for file in files:
+        file.touch()
+        os.truncate(file, size)
+    reading, most, meet = [], [], threading.Barrier(together, timeout=30)
+
+    def read(file):
+        reading.append(file)
+        meet.wait()
+        most.append(len(reading))
+        meet.wait()
+        reading.remove(file)
+        return np.full((1, 3, 2, 2), int(file.name), np.uint8), [int(file.name)]
+
+    shape, labels = data.read_all(files, read, "archives", io.BytesIO())
+    assert (shape, labels, max(most)) == ([4, 3, 2, 2], [0, 1, 2, 3], together)
+
+
+def test_an_error_without_words_is_named(tmp_path):
+    def read(file):
+        raise MemoryError
+
+    (tmp_path / "a").touch()
+    with pytest.raises(ValueError, match=r"cannot read 1 of 1 archives: .*a \(MemoryError\)"):
+        data.read_all([tmp_path / "a"], read, "archives", io.BytesIO())
 
 
 class Malice:
