@@ -18,6 +18,7 @@ of these, and the next `load` converts anew; delete the folder whenever you like
 import hashlib
 import io
 import math
+import mmap
 import os
 import pickle
 import re
@@ -48,19 +49,27 @@ ARRAYS = re.compile(  # what a pickle may name: enough to build arrays, not enou
 class Rows:
     """Some rows of large images, left where they are: as much of a tensor as is used of images.
 
-    whole: Tensor or Rows [M, C, H, W]; index int64 [N]. A batch, asked for by a tensor of indices,
-    is read and brought to `device`.
+    whole: Tensor or Rows [M, C, H, W]; index int64 [N]; mapped: the file that whole lies in, if it
+    is one. A batch, asked for by a tensor of indices, is read and brought to `device`.
     """
 
-    def __init__(self, whole, index: Tensor, device: str = "cpu"):
-        self.whole, self.index, self.device = whole, index, device
+    def __init__(self, whole, index: Tensor, device: str = "cpu", mapped: mmap.mmap | None = None):
+        self.whole, self.index, self.device, self.mapped = whole, index, device, mapped
         self.shape, self.dtype = torch.Size((len(index), *whole.shape[1:])), whole.dtype
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        return self.whole[self.index[rows.cpu()]].to(self.device)
+        index = self.index[rows.cpu()]
+        if self.mapped and hasattr(mmap, "MADV_WILLNEED"):
+            # Asked for all at once, and no more than that: a page that is missed when it is read
+            # brings up to megabytes of its neighbours along, and the next image waits for them.
+            size = math.prod(self.shape[1:])
+            for start in (index.flatten() * size).tolist():
+                page = start - start % mmap.PAGESIZE
+                self.mapped.madvise(mmap.MADV_WILLNEED, page, start + size - page)
+        return self.whole[index].to(self.device)
 
 
 @dataclass
@@ -341,7 +350,9 @@ def collect(root: Path, files: list, read: Callable, names: list[str], kind: str
         raise OSError(f"cannot write {folder} ({error}): let DDM_MIN_CACHE name another") from None
     with described_by(folder, "a dataset and may be deleted"), np.load(about) as stored:
         shape, labels, names = (stored[x].tolist() for x in ("shape", "labels", "names"))
-        images = np.memmap(pixels, np.uint8, "r", shape=tuple(shape))
-    with warnings.catch_warnings():  # torch would like to write, which nobody does
-        warnings.simplefilter("ignore", UserWarning)
-        return Dataset(torch.from_numpy(images), torch.tensor(labels), names)
+        with open(pixels, "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that nobody should write to this tensor
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            images = torch.frombuffer(mapped, dtype=torch.uint8).reshape(shape)
+    images = Rows(images, torch.arange(len(labels)), mapped=mapped)
+    return Dataset(images, torch.tensor(labels), names)

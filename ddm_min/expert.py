@@ -97,10 +97,7 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
             f"make it again"
         ) from None
     if version > FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format {version} and this program reads up to {FORMAT_VERSION}: update "
-            f"ddm_min"
-        )
+        raise ValueError(f"{path} has format {version}, above {FORMAT_VERSION}: update ddm_min")
     if not ours:
         raise ValueError(f"{path} is a {found} file, not a {kind} file")
     return tensors, metadata
@@ -167,11 +164,8 @@ class Expert:
     @property
     def metadata(self) -> dict:
         """Everything but the tensors, in plain types."""
-        plain = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in ("model", "objective", "stats")
-        }
+        others = ("model", "objective", "stats")
+        plain = {name: value for name, value in vars(self).items() if name not in others}
         objective = asdict(self.objective) | {"schedule": schedule_to_dict(self.objective.schedule)}
         return plain | {"config": asdict(self.model.config), "objective": objective}
 
@@ -201,11 +195,9 @@ class Expert:
         objective = Objective(**stored | {"schedule": schedule_from_dict(stored["schedule"])})
         known = {f.name: metadata[f.name] for f in fields(cls) if f.name in metadata}
         known |= {"time_interval": tuple(known["time_interval"]), "objective": objective}
-        texts = [*known["class_names"], known["fingerprint"]]
-        cluster = known["cluster"]
-        if not all(isinstance(text, str) for text in texts) or not (
-            cluster == "all" or cluster in range(MOST_CLUSTERS)
-        ):
+        texts, cluster = [*known["class_names"], known["fingerprint"]], known["cluster"]
+        numbered = cluster == "all" or cluster in range(MOST_CLUSTERS)
+        if not numbered or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"cluster {cluster!r}, class names or fingerprint make no sense")
         return cls(**known | {"model": model, "stats": ShardStats(**stats) if stats else None})
 

@@ -47,7 +47,7 @@ def extract(images: Tensor | data.Rows, name: str, batch_size: int = 256) -> Ite
         if images.dtype != torch.uint8 or images.shape[1] not in (1, 3):
             raise ValueError(f"{name} features need pictures, not latents: use pixels")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        network = load_network(name).to(device).eval()
+        network = load_network(name).to(device).eval().requires_grad_(False)
     for rows in torch.arange(len(images)).split(batch_size):
         if name == "pixels":
             yield data.to_float(images[rows]).flatten(1)
@@ -56,8 +56,7 @@ def extract(images: Tensor | data.Rows, name: str, batch_size: int = 256) -> Ite
         if name != "inception":  # which does all this itself
             x = F.interpolate(x / 255, (224, 224), mode="bicubic", antialias=True).clamp(0, 1)
             x = normalize(x, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-        with torch.no_grad():
-            found = network(x)
+        found = network(x)
         yield (found[0] if name == "inception" else found).cpu()
 
 

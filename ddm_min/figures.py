@@ -53,9 +53,8 @@ def show_rows(axes, images: Tensor, names: list[str]) -> None:
     axes.imshow(strip(images), interpolation="nearest")
     height = images.shape[-2] + 1
     axes.set_yticks([row * height + height / 2 - 1 for row in range(len(images))], names)
-    axes.set_xticks([])
+    axes.set(xticks=[], frame_on=False)
     axes.tick_params(length=0)
-    axes.set_frame_on(False)
 
 
 def heat(axes, shares: Tensor, **style):

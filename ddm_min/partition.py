@@ -116,9 +116,9 @@ def export(dataset: Dataset, made: Partition, folder: Path) -> None:
     if dataset.images.dtype != torch.uint8 or dataset.images.shape[1] not in (1, 3):
         raise ValueError("only pictures can be exported: give each island an npz file of its rows")
     names = dataset.class_names or ["."]
-    for row, (image, label) in enumerate(zip(dataset.images, dataset.labels.tolist(), strict=True)):
+    for row, label in enumerate(dataset.labels.tolist()):
         place = folder / f"cluster_{made.assignment[row]}" / names[label]
-        data.write_image(image, place / f"{row:08d}.png")
+        data.write_image(dataset.images[torch.tensor(row)], place / f"{row:08d}.png")
     description = dict(class_names=dataset.class_names, image_shape=[*dataset.images.shape[1:]])
     description |= dict(counts=made.counts.tolist(), fingerprint=made.fingerprint)
     with replacing(folder / "classes.json") as temporary:
@@ -135,7 +135,9 @@ def exported_shard(dataset: Dataset, file: Path, cluster: str) -> tuple[Dataset,
         stored = json.loads(file.read_text())
         names, counts, fingerprint = (stored[x] for x in ("class_names", "counts", "fingerprint"))
         shape = list(stored["image_shape"])
-        images = dataset.images[:, : shape[0]]  # gray pictures are read as three equal channels
+        images = dataset.images
+        if shape[0] == 1:  # gray pictures are read as three equal channels
+            images = images[torch.arange(len(dataset))][:, :1]
         clusters = [dict(zip(names or [""], row, strict=True)) for row in counts]
     if not cluster.isdecimal() or int(cluster) >= len(clusters):
         raise ValueError(f"{file} has no cluster {cluster!r}, but {len(clusters)}, from 0")

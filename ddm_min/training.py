@@ -257,8 +257,7 @@ def train(
         if rank == 0:
             print(f"{name}: {news}")
 
-    first = len(state.losses)
-    network = model
+    first, network = len(state.losses), model
     if config.compile and first < config.steps:
         compile_in_place(model)
     if world > 1:

@@ -1,6 +1,7 @@
 """Datasets by name: real files in, uint8 tensors out, and one sentence where that is impossible."""
 
 import io
+import mmap
 import os
 import pickle
 import struct
@@ -31,6 +32,11 @@ def save(file, array=None, mode: str = "RGB", **options) -> None:
     """Write a picture, making its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(picture() if array is None else array).convert(mode).save(file, **options)
+
+
+def everything(dataset: Dataset) -> Tensor:
+    """The images of a dataset, wherever they lie, as a tensor."""
+    return dataset.images[torch.arange(len(dataset))]
 
 
 def class_folders(root, names, per_class: int = 2):
@@ -518,7 +524,7 @@ def test_imagenet_archives_are_read_in_order(tmp_path, request, small_archives, 
     write_archives(tmp_path / "in", protocol)
     dataset = load(f"imagenet64:{tmp_path / 'in'}")
     expected = np.concatenate([pixels_of(n).reshape(-1, 3, 4, 4) for n in range(1, 11)])
-    assert np.array_equal(dataset.images.numpy(), expected)
+    assert np.array_equal(everything(dataset), expected)
     assert dataset.labels[:12].tolist() == [0, 999, 6, 6, 1, 1, 0, 999, 6, 6, 1, 2]
     assert dataset.labels.dtype == torch.int64
     assert dataset.num_classes == 1000
@@ -661,7 +667,7 @@ def test_a_converted_folder_is_the_same_dataset(tmp_path, monkeypatch, request):
     cache = request.getfixturevalue("cache")
     before = files_in(tmp_path / "in")
     large = load(name)
-    assert torch.equal(large.images, small.images)
+    assert torch.equal(everything(large), small.images)
     assert torch.equal(large.labels, small.labels)
     assert large.class_names == small.class_names
     assert large.fingerprint() == small.fingerprint()
@@ -731,7 +737,7 @@ def test_C7_a_killed_conversion_is_not_taken_for_whole(tmp_path, cache, monkeypa
         assert "about.npz" not in files_in(cache)
     dataset = load(f"folder:{tmp_path / 'in'}")
     expected = np.stack([made["a", i] for i in range(6)]).transpose(0, 3, 1, 2)
-    assert np.array_equal(dataset.images.numpy(), expected)
+    assert np.array_equal(everything(dataset), expected)
     assert files_in(cache) == ["about.npz", "images.raw", "lock"]
 
 
@@ -765,7 +771,7 @@ def test_a_cache_that_cannot_be_written_or_is_damaged_is_named(tmp_path, cache, 
 def test_a_shard_of_a_large_dataset_is_not_copied(tmp_path, cache):
     class_folders(tmp_path / "in", ["a", "b"], per_class=10)
     whole = load(f"folder:{tmp_path / 'in'}")
-    copied = Dataset(whole.images.clone(), whole.labels, whole.class_names)
+    copied = Dataset(everything(whole), whole.labels, whole.class_names)
     mask = torch.arange(20) % 3 == 1
     shard, expected = whole.subset(mask), copied.images[mask]
     assert shard.images.whole is whole.images  # a list of rows, on the same memory-mapped pages
@@ -833,9 +839,42 @@ def test_training_on_a_memory_mapped_dataset_writes_the_same_bytes(tmp_path, req
         run = tmp_path / where
         words = f"--data folder:{tmp_path / 'in'} --image-size 8 --run {run}"
         short = "--steps 2 --batch-size 4 --model router --device cpu"
-        partition.main(f"{words} --clusters 2".split())
+        partition.main(f"{words} --clusters 2 --export {run / 'islands'}".split())
         train_expert.main(f"{words} --cluster 1 {short}".split())
-        files = sorted(run.glob("*.safetensors"))
-        assert len(files) == 2
+        files = sorted([*run.glob("*.safetensors"), *run.glob("islands/*/*/*.png")])
+        assert len(files) == 2 + 40
         written.append([file.read_bytes() for file in files])
     assert written[0] == written[1]
+
+
+def test_a_converted_island_of_gray_pictures_is_gray(tmp_path, cache):
+    images = np.random.default_rng(0).integers(0, 256, (30, 8, 8, 1), dtype=np.uint8)
+    np.savez(tmp_path / "gray.npz", arr_0=images, arr_1=np.arange(30) % 2)
+    words = f"--data npz:{tmp_path / 'gray.npz'} --clusters 2 --run {tmp_path}"
+    partition.main(f"{words} --export {tmp_path / 'islands'}".split())
+    mapped = load(f"folder:{tmp_path / 'islands' / 'cluster_1'}")
+    assert isinstance(mapped.images, data.Rows)
+    shard, _, _ = partition.exported_shard(mapped, tmp_path / "islands" / "classes.json", "1")
+    gray = load(f"npz:{tmp_path / 'gray.npz'}")
+    made = partition.Partition.load(tmp_path / "partition.safetensors", gray)
+    expected = gray.images[made.assignment == 1]
+    assert sorted(everything(shard).flatten(1).tolist()) == sorted(expected.flatten(1).tolist())
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="no madvise here")
+def test_a_batch_asks_for_all_its_pages_and_no_others():
+    """Of each image every page that it touches, from the start of one: 700 bytes, pages of 4096."""
+    whole = torch.arange(40 * 700).reshape(40, 7, 10, 10).to(torch.uint8)
+    asked = []
+
+    class File:
+        def madvise(self, advice, start, length):
+            assert (advice, start % mmap.PAGESIZE) == (mmap.MADV_WILLNEED, 0)
+            asked.append((start, start + length))
+
+    rows = data.Rows(whole, torch.arange(0, 40, 2), mapped=File())
+    chosen = torch.tensor([[0, 19], [7, 7]])
+    assert torch.equal(rows[chosen], whole[2 * chosen])
+    for (start, end), row in zip(asked, [0, 38, 14, 14], strict=True):
+        assert start <= row * 700 < start + mmap.PAGESIZE
+        assert end == (row + 1) * 700
