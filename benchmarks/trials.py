@@ -69,20 +69,25 @@ def train_experts(run: Path, source: str, clusters, seed: int, *options: str, **
     options: further arguments of train_expert.py. numbers: steps, batch_size.
     """
     steps, batch_size = numbers.get("steps", STEPS), numbers.get("batch_size", 32)
+    clock = run / "seconds.json"
     for cluster in clusters:
         name = f"{cluster} {' '.join(options)}"
-        done = run / "seconds.json"
-        seconds = json.loads(done.read_text()) if done.exists() else {}
+        seconds = json.loads(clock.read_text()) if clock.exists() else {}
         if name in seconds:
             continue
-        start = time.process_time()
-        train_expert.main(
-            f"--data {source} --run {run} --cluster {cluster} --seed {seed} --steps {steps} "
-            f"--batch-size {batch_size}".split()
-            + list(options)
-        )
-        done.write_text(json.dumps(seconds | {name: time.process_time() - start}))
-    return json.loads((run / "seconds.json").read_text())
+        key = part = f"{name} (a part of it)"
+        start, before = time.process_time(), seconds.pop(part, 0.0)
+        try:
+            train_expert.main(
+                f"--data {source} --run {run} --cluster {cluster} --seed {seed} --steps {steps} "
+                f"--batch-size {batch_size}".split()
+                + list(options)
+            )
+            key = name
+        finally:  # also if it was stopped by a signal, and goes on another time
+            seconds[key] = before + time.process_time() - start
+            clock.write_text(json.dumps(seconds))
+    return json.loads(clock.read_text())
 
 
 def train_the_router(run: Path, source: str, seed: int, *options: str) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import (
     pilot,
+    table_cifar,
     table_distillation,
     table_intervals,
     table_objectives,
@@ -137,3 +138,55 @@ def test_every_table_puts_what_was_measured_where_it_belongs(table, tmp_path, mo
         assert values == [values[0] + k for k in range(len(values))]
         assert len(values) in (1, 3)
     assert list(tmp_path.glob("results/*.png"))
+
+
+def test_cifar_table_puts_both_seeds_where_they_belong(tmp_path, monkeypatch):
+    """Its main with stand-ins: training, sampling and distances of a second data set of noise."""
+    weights = tmp_path / "cifar" / "cnn.safetensors"
+    weights.parent.mkdir()
+    weights.touch()
+    images = np.random.default_rng(0).integers(0, 256, (50, 4, 4, 3), dtype=np.uint8)
+    for name in ("train", "held"):
+        np.savez(weights.parent / f"{name}.npz", arr_0=images, arr_1=np.arange(50) % 10)
+    numbers = {name: 1.0 + n for n, (name, *_) in enumerate(table_cifar.ROWS)}
+
+    def sample_all(home, seed, target):
+        assert home == tmp_path / "runs" / f"s{seed}"
+        keys = ("to held-out", "diversity", "forwards", "switches", "seconds")
+        return {name: dict.fromkeys(keys, n + seed / 10) for name, n in numbers.items()}
+
+    for name, value in {
+        "WEIGHTS": weights, "HOME": tmp_path / "runs", "sample_all": sample_all,
+        "train_all": lambda home, source, seed: 30.0 + seed, "moments": lambda images: None,
+        "frechet": lambda a, b: 0.5, "within_class": lambda *_: 2.0,
+        "sample_strips": lambda *_: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(table_cifar, name, value)
+    monkeypatch.setattr(trials, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr("sys.argv", ["table"])
+    table_cifar.main()
+    result = json.loads((tmp_path / "results" / "cifar.json").read_text())
+    assert "61 core-minutes" in result["note"]
+    for row in result["rows"]:
+        assert row["diversity"] == [numbers[row["name"]], numbers[row["name"]] + 0.1]
+    assert (tmp_path / "results" / "cifar.png").exists()
+
+
+def test_a_stopped_training_keeps_the_seconds_it_took(tmp_path, monkeypatch):
+    """Two parts of 30 and 12 seconds are 42; a finished training is not asked again."""
+    clock, calls = [0.0], []
+
+    def train(argv):
+        calls.append(argv)
+        clock[0] += (30, 12)[len(calls) - 1]
+        if len(calls) == 1:
+            raise SystemExit(130)
+
+    monkeypatch.setattr(trials.time, "process_time", lambda: clock[0])
+    monkeypatch.setattr(trials.train_expert, "main", train)
+    with pytest.raises(SystemExit):
+        trials.train_experts(tmp_path, "digits", [3], 0, "--flip")
+    for _ in range(2):
+        seconds = trials.train_experts(tmp_path, "digits", [3], 0, "--flip")
+        assert seconds == {"3 --flip": 42.0}
+    assert len(calls) == 2
