@@ -132,7 +132,7 @@ def main() -> None:
     )
     parser.add_argument("--sparse", action="store_true", help="files of holes, of any size")
     parser.add_argument("--shards", type=int, default=8, help="the shard is one of so many")
-    parser.add_argument("--limit", type=float, default=3.0, help="GB that a process may own")
+    parser.add_argument("--limit", type=float, default=5.0, help="GB that a process may own")
     parser.add_argument("--step", choices=("convert", "use"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     source = args.folder / "source"
