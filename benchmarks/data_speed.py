@@ -10,7 +10,8 @@ trains on the result in another: the fingerprint, a shard, its statistics, and b
 `data.load` and training, but nothing is converted.
 
 Every process may own --limit GB of memory (RLIMIT_DATA, which counts all that cannot be dropped
-again); the pages of the memory-mapped file can be, and are printed beside it.
+again; an archive is held twice while it is unpickled). The pages of the memory-mapped file can be
+dropped, and are printed beside it.
 """
 
 import argparse
@@ -163,6 +164,7 @@ def main() -> None:
     (args.folder / "data_speed.json").write_text(json.dumps(rows, indent=2))
     shutil.rmtree(source)
     shutil.rmtree(args.folder / "cache")
+    sys.exit(done.returncode)
 
 
 if __name__ == "__main__":

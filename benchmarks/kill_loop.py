@@ -5,8 +5,9 @@
 
 A run is a fork of this process, in which everything is loaded already; so it starts in a moment. It
 saves after every step and tells through a pipe when the writing of a file begins and when a save
-has ended, so that SIGKILL comes at a random moment of a random step or, half of the time, in the
-writing: then none, some or all of the bytes are in the temporary file, and it has not been renamed.
+has ended, so that SIGKILL comes while it starts, at a random moment of a random step or, six times
+of ten, in the writing: none, some or all of the bytes are then in the temporary file, which has not
+been renamed.
 The same command follows until it ends by itself. At the end the second number: the share of
 the time that saving takes with the usual interval.
 """
@@ -28,7 +29,7 @@ import torch
 import train_expert
 from ddm_min import expert, partition, training
 
-MOST_SAVES = 4  # and so steps, between two kills
+MOST_SAVES = 4  # that a run makes between two kills, each after one step
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
@@ -69,8 +70,8 @@ def saving_every_step(
 ) -> Callable[[], None]:  # fmt: skip
     """main(argv) with a save after every step, which reports "(" before it writes, ")" after it.
 
-    cut: in the writing of this number only a `share` of the bytes reaches the file before "(" is
-    reported, and it waits to be killed. It waits as well once it has made `most` saves.
+    report: where to, a file descriptor. cut: the number of the write that stops with a `share` of
+    its bytes in the file, and waits to be killed. most: after so many saves it waits as well.
     """
 
     def work():
@@ -88,9 +89,9 @@ def saving_every_step(
             if begun[0] == cut:
                 save_file(tensors, file, metadata)
                 os.truncate(file, round(share * os.path.getsize(file)))
+                os.write(report, b"(")
+                time.sleep(60)  # until the kill
             os.write(report, b"(")
-            if begun[0] == cut:
-                time.sleep(60)
             save_file(tensors, file, metadata)
 
         training.SAVE_EVERY = 0
@@ -130,9 +131,10 @@ def kill_loop(main: Callable, argv: list[str], run: Path, kills: int, seed: int)
     """
     rng, log, in_writing = random.Random(seed), run / "log", 0
     for number in range(kills):
+        before = set(cut_files(run))
         if not kill_once(main, argv, run, rng):
             raise RuntimeError(f"it ended before kill {number + 1}: {log.read_text()[-500:]}")
-        in_writing += bool(cut_files(run))
+        in_writing += not before >= set(cut_files(run))  # a new one: its name has the process in it
     status = wait(fork(lambda: main(argv), log), 300)
     if status:
         raise RuntimeError(f"it failed with {status}: {log.read_text()[-500:]}")

@@ -1,5 +1,5 @@
 """What the tables share: resumable trainings through the command lines, samples, and how they are
-measured. Everything lies in runs/tables; what is there already is not made again.
+measured. All of it lies in runs/tables (CIFAR's in runs/table_cifar), and is not made twice.
 
 Digits are split once, by a fixed permutation, into 1,347 to train on and 450 held out. Training is
 one call of train_expert.py or train_router.py in this process, on one thread, so a killed table
@@ -63,20 +63,23 @@ def split_run(run: Path, source: str, clusters: int, features: str = "pixels", *
     return run
 
 
-def train_experts(run: Path, source: str, clusters, seed: int, *options: str, **numbers) -> float:
-    """Train what is missing of these clusters ("all" is a monolith); returns seconds per expert.
+def train_experts(
+    run: Path, source: str, clusters, seed: int, *options: str,
+    steps: int = STEPS, batch_size: int = 32,
+) -> dict[str, float]:  # fmt: skip
+    """Train what is missing of these clusters ("all" is a monolith).
 
-    options: further arguments of train_expert.py. numbers: steps, batch_size.
+    options: further arguments of train_expert.py. Returns seconds.json of the run, "CLUSTER
+    OPTIONS" -> processor seconds.
     """
-    steps, batch_size = numbers.get("steps", STEPS), numbers.get("batch_size", 32)
     clock = run / "seconds.json"
     for cluster in clusters:
         name = f"{cluster} {' '.join(options)}"
         seconds = json.loads(clock.read_text()) if clock.exists() else {}
         if name in seconds:
             continue
-        key = part = f"{name} (a part of it)"
-        start, before = time.process_time(), seconds.pop(part, 0.0)
+        key = unfinished = f"{name}, unfinished"
+        start, before = time.process_time(), seconds.pop(unfinished, 0.0)
         try:
             train_expert.main(
                 f"--data {source} --run {run} --cluster {cluster} --seed {seed} --steps {steps} "
@@ -91,8 +94,10 @@ def train_experts(run: Path, source: str, clusters, seed: int, *options: str, **
 
 
 def train_the_router(run: Path, source: str, seed: int, *options: str) -> None:
-    """The default router on this run's partition, if it is not there. The experts do not matter to
-    it: runs of one partition and seed share a router."""
+    """A router on this run's partition, if it is not there; options: of train_router.py.
+
+    The experts do not matter to it: runs of one partition and seed share a router.
+    """
     fingerprint = load_run(run, "prior", "cpu").experts[0].fingerprint
     shared = HOME / f"router_{fingerprint[:12]}_s{seed}"
     if not (shared / "router.safetensors").exists():

@@ -47,10 +47,10 @@ ARRAYS = re.compile(  # what a pickle may name: enough to build arrays, not enou
 
 
 class Rows:
-    """Some rows of large images, left where they are: as much of a tensor as is used of images.
+    """Chosen rows of large images, which stay where they are: rows[indices] reads one batch.
 
-    whole: Tensor or Rows [M, C, H, W]; index int64 [N]; mapped: the file that whole lies in, if it
-    is one. A batch, asked for by a tensor of indices, is read and brought to `device`.
+    whole: Tensor or Rows [M, C, H, W]; index: int64 [N], rows of `whole`; device: where batches are
+    brought; mapped: the memory-mapped file under `whole`, or None. Only tensors index it.
     """
 
     def __init__(self, whole, index: Tensor, device: str = "cpu", mapped: mmap.mmap | None = None):
@@ -65,7 +65,7 @@ class Rows:
         if self.mapped and hasattr(mmap, "MADV_WILLNEED"):
             # Asked for all at once, and no more than that: a page that is missed when it is read
             # brings up to megabytes of its neighbours along, and the next image waits for them.
-            size = math.prod(self.shape[1:])
+            size = math.prod(self.shape[1:])  # bytes: what is mapped is uint8
             for start in (index.flatten() * size).tolist():
                 page = start - start % mmap.PAGESIZE
                 self.mapped.madvise(mmap.MADV_WILLNEED, page, start + size - page)
@@ -283,9 +283,9 @@ def load_imagenet(root: Path, size: int) -> Dataset:
 def read_all(files: list[Path], read: Callable, unit: str, sink) -> tuple[list, list]:
     """Write the images of all files to `sink`, in order; returns ([N, C, H, W], labels).
 
-    Threads read, since Pillow, numpy and the disk leave Python's lock, but no more at a time than
-    there is memory for: an archive has 1.6 GB, and unpickling holds it twice. Every file is read
-    before anything else happens: those that cannot be read stop here, by name.
+    Threads read, since Pillow, numpy and the disk release Python's lock: at most 256 files at a
+    time, of at most 1 GiB together, or a single one (an archive of ImageNet-64 has 1.6 GB, and
+    unpickling holds it twice). All files are read, then those that cannot be are named.
     """
 
     def attempt(file: Path):
@@ -312,7 +312,7 @@ def read_all(files: list[Path], read: Callable, unit: str, sink) -> tuple[list, 
                 raise ValueError(f"{size} and {first[1]}: make all one size, or use --image-size")
             sink.write(np.ascontiguousarray(found[0]))
             labels += found[1]
-            del found  # or this archive would stay in memory beside the next two
+            del found  # or this archive would stay in memory beside the next
     if bad:
         raise ValueError(f"cannot read {len(bad)} of {len(files)} {unit}: " + "; ".join(bad[:5]))
     return [len(labels), *shape], labels
@@ -320,7 +320,7 @@ def read_all(files: list[Path], read: Callable, unit: str, sink) -> tuple[list, 
 
 def collect(root: Path, files: list, read: Callable, names: list[str], kind: str) -> Dataset:
     """The images of all files, by `read` -> (uint8 [n, C, H, W], n labels): small ones in memory,
-    large ones from the cache of the page top, into which they are converted if they are new."""
+    large ones from the cache (top of this file), into which they are converted if they are new."""
     key, size, unit = hashlib.sha256(kind.encode()), 0, kind.split()[0]
     for file in files:
         stat = file.stat()

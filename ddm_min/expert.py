@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which becomes `path` when the block ends without an error.
 
     Flushed to the disk before the rename, so `path` is at any moment the old file or the new one.
-    What an earlier process left when it was killed in here is removed.
+    What an earlier process left when it was killed in here is removed: one at a time may write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.glob(f".{path.stem}.*.tmp{path.suffix}"):
@@ -97,7 +97,7 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
             f"make it again"
         ) from None
     if version > FORMAT_VERSION:
-        raise ValueError(f"{path} has format {version}, above {FORMAT_VERSION}: update ddm_min")
+        raise ValueError(f"{path} has format {version}, not up to {FORMAT_VERSION}: update ddm_min")
     if not ours:
         raise ValueError(f"{path} is a {found} file, not a {kind} file")
     return tensors, metadata
@@ -164,8 +164,8 @@ class Expert:
     @property
     def metadata(self) -> dict:
         """Everything but the tensors, in plain types."""
-        others = ("model", "objective", "stats")
-        plain = {name: value for name, value in vars(self).items() if name not in others}
+        elsewhere = ("model", "objective", "stats")
+        plain = {name: value for name, value in vars(self).items() if name not in elsewhere}
         objective = asdict(self.objective) | {"schedule": schedule_to_dict(self.objective.schedule)}
         return plain | {"config": asdict(self.model.config), "objective": objective}
 
@@ -196,8 +196,8 @@ class Expert:
         known = {f.name: metadata[f.name] for f in fields(cls) if f.name in metadata}
         known |= {"time_interval": tuple(known["time_interval"]), "objective": objective}
         texts, cluster = [*known["class_names"], known["fingerprint"]], known["cluster"]
-        numbered = cluster == "all" or cluster in range(MOST_CLUSTERS)
-        if not numbered or not all(isinstance(text, str) for text in texts):
+        valid = cluster == "all" or cluster in range(MOST_CLUSTERS)
+        if not valid or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"cluster {cluster!r}, class names or fingerprint make no sense")
         return cls(**known | {"model": model, "stats": ShardStats(**stats) if stats else None})
 

@@ -137,7 +137,7 @@ def exported_shard(dataset: Dataset, file: Path, cluster: str) -> tuple[Dataset,
         shape = list(stored["image_shape"])
         images = dataset.images
         if shape[0] == 1:  # gray pictures are read as three equal channels
-            images = images[torch.arange(len(dataset))][:, :1]
+            images = images[torch.arange(len(dataset))][:, :1].contiguous()
         clusters = [dict(zip(names or [""], row, strict=True)) for row in counts]
     if not cluster.isdecimal() or int(cluster) >= len(clusters):
         raise ValueError(f"{file} has no cluster {cluster!r}, but {len(clusters)}, from 0")

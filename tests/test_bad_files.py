@@ -147,7 +147,7 @@ BAD_RUNS = {
     ),
     "newer": (
         lambda run: rewrite(run / "expert_0.safetensors", "expert", format_version=2),
-        "has format 2, above 1: update ddm_min",
+        "has format 2, not up to 1: update ddm_min",
     ),
 }
 

@@ -194,7 +194,7 @@ def test_a_newer_format_is_refused(tmp_path, kind, monkeypatch):
     with monkeypatch.context() as newer:
         newer.setattr(expert_module, "FORMAT_VERSION", 99)
         file = write_all(tmp_path)[kind]
-    with pytest.raises(ValueError, match=r"has format 99, above 1: update ddm_min") as error:
+    with pytest.raises(ValueError, match=r"has format 99, not up to 1: update ddm_min") as error:
         LOADERS[kind](file)
     assert str(file) in str(error.value)
 
