@@ -39,7 +39,7 @@ def device(name: str) -> str:
     if name in ("auto", "cuda"):
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # under torchrun, one GPU per process
     try:
-        torch.empty(0, device=name)
+        torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError):
         raise argparse.ArgumentTypeError(f"this machine has no device {name!r}") from None
     return name

@@ -25,6 +25,7 @@ import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,12 +51,14 @@ class Rows:
     """Chosen rows of large images, which stay where they are: rows[indices] reads one batch.
 
     whole: Tensor or Rows [M, C, H, W]; index: int64 [N], rows of `whole`; device: where batches are
-    brought; mapped: the memory-mapped file under `whole`, or None. Only tensors index it.
+    brought; mapped: the memory-mapped file under `whole`, or None; channels: the first so many of
+    C, or None for all. Only tensors index it.
     """
 
-    def __init__(self, whole, index: Tensor, device: str = "cpu", mapped: mmap.mmap | None = None):
+    def __init__(self, whole, index: Tensor, device="cpu", mapped=None, channels=None):
         self.whole, self.index, self.device, self.mapped = whole, index, device, mapped
-        self.shape, self.dtype = torch.Size((len(index), *whole.shape[1:])), whole.dtype
+        self.shape = torch.Size((len(index), channels or whole.shape[1], *whole.shape[2:]))
+        self.dtype = whole.dtype
 
     def __len__(self) -> int:
         return len(self.index)
@@ -65,11 +68,11 @@ class Rows:
         if self.mapped and hasattr(mmap, "MADV_WILLNEED"):
             # Asked for all at once, and no more than that: a page that is missed when it is read
             # brings up to megabytes of its neighbours along, and the next image waits for them.
-            size = math.prod(self.shape[1:])  # bytes: what is mapped is uint8
+            size = math.prod(self.whole.shape[1:])  # bytes: what is mapped is uint8
             for start in (index.flatten() * size).tolist():
                 page = start - start % mmap.PAGESIZE
                 self.mapped.madvise(mmap.MADV_WILLNEED, page, start + size - page)
-        return self.whole[index].to(self.device)
+        return self.whole[index][..., : self.shape[1], :, :].to(self.device)
 
 
 @dataclass
@@ -102,7 +105,7 @@ class Dataset:
     def to(self, device: str) -> "Dataset":
         """On a GPU: whole, if that takes a third of the free memory there, and then a batch is one
         gather; else batch by batch. On the CPU nothing is copied."""
-        if device == "cpu":
+        if torch.device(device).type == "cpu":
             return self
         images = Rows(self.images, torch.arange(len(self)), device)
         free = torch.cuda.mem_get_info(device)[0] if "cuda" in device else math.inf
@@ -325,34 +328,35 @@ def collect(root: Path, files: list, read: Callable, names: list[str], kind: str
     for file in files:
         stat = file.stat()
         size += stat.st_size
-        key.update(f"{file.relative_to(root)}\0{stat.st_size} {stat.st_mtime_ns}\0".encode())
+        key.update(os.fsencode(f"{file.relative_to(root)}\0{stat.st_size} {stat.st_mtime_ns}\0"))
     if size <= LARGE:
         sink = io.BytesIO()
         shape, labels = read_all(files, read, unit, sink)
         images = np.frombuffer(sink.getbuffer(), np.uint8).reshape(shape)
         return Dataset(torch.from_numpy(images), torch.tensor(labels), names)
 
-    cache = Path(os.environ.get("DDM_MIN_CACHE") or Path.home() / ".cache" / "ddm_min")
-    folder = cache / f"{root.resolve().name}-{key.hexdigest()[:16]}"
-    pixels, about = folder / "images.raw", folder / "about.npz"
     try:
         from filelock import FileLock  # here, because it takes a tenth of a second
 
+        cache = Path(os.environ.get("DDM_MIN_CACHE") or Path.home() / ".cache" / "ddm_min")
+        folder = cache / f"{root.resolve().name[:100]}-{key.hexdigest()[:16]}"
+        pixels, about = folder / "images.raw", folder / "about.npz"
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "lock"):  # of several processes one converts and the others wait
+        # Of several processes one converts and the others wait; what is there needs no writing.
+        with nullcontext() if about.exists() else FileLock(folder / "lock"):
             if not about.exists():  # it is written last
                 with replacing(pixels) as temporary, open(temporary, "wb") as sink:
                     shape, labels = read_all(files, read, unit, sink)
                 with replacing(about) as temporary:
                     np.savez(temporary, shape=shape, labels=labels, names=np.array(names, str))
                 print(f"{root} is converted, once, into {folder}")
-    except OSError as error:
-        raise OSError(f"cannot write {folder} ({error}): let DDM_MIN_CACHE name another") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: of a user who has no home
+        raise OSError(f"cannot convert {root} ({error}): let DDM_MIN_CACHE name a folder") from None
     with described_by(folder, "a dataset and may be deleted"), np.load(about) as stored:
         shape, labels, names = (stored[x].tolist() for x in ("shape", "labels", "names"))
         with open(pixels, "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that nobody should write to this tensor
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            images = torch.frombuffer(mapped, dtype=torch.uint8).reshape(shape)
+            images = torch.frombuffer(mapped, dtype=torch.uint8).reshape(len(labels), *shape[1:])
     images = Rows(images, torch.arange(len(labels)), mapped=mapped)
     return Dataset(images, torch.tensor(labels), names)

@@ -135,9 +135,8 @@ def exported_shard(dataset: Dataset, file: Path, cluster: str) -> tuple[Dataset,
         stored = json.loads(file.read_text())
         names, counts, fingerprint = (stored[x] for x in ("class_names", "counts", "fingerprint"))
         shape = list(stored["image_shape"])
-        images = dataset.images
-        if shape[0] == 1:  # gray pictures are read as three equal channels
-            images = images[torch.arange(len(dataset))][:, :1].contiguous()
+        # Gray pictures are read as three equal channels, of which the first remains.
+        images = data.Rows(dataset.images, torch.arange(len(dataset)), channels=shape[0])
         clusters = [dict(zip(names or [""], row, strict=True)) for row in counts]
     if not cluster.isdecimal() or int(cluster) >= len(clusters):
         raise ValueError(f"{file} has no cluster {cluster!r}, but {len(clusters)}, from 0")

@@ -5,6 +5,7 @@ import mmap
 import os
 import pickle
 import struct
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -764,8 +765,54 @@ def test_a_cache_that_cannot_be_written_or_is_damaged_is_named(tmp_path, cache, 
     assert str(pixels.parent) in str(error.value)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DDM_MIN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(OSError, match=r"cannot write .*let DDM_MIN_CACHE name another"):
+    with pytest.raises(OSError, match=r"cannot convert .*let DDM_MIN_CACHE name a folder"):
         load(f"folder:{tmp_path / 'in'}")
+
+
+def test_a_finished_conversion_is_read_by_who_may_not_write(tmp_path, cache, monkeypatch):
+    """Another user's cache: the lock cannot be opened, and nothing needs it."""
+    class_folders(tmp_path / "in", ["a"])
+    first = load(f"folder:{tmp_path / 'in'}")
+
+    def refuse(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr("filelock.FileLock", refuse)
+    assert torch.equal(everything(load(f"folder:{tmp_path / 'in'}")), everything(first))
+    class_folders(tmp_path / "new", ["a"])
+    with pytest.raises(OSError, match=r"cannot convert .*lock.*let DDM_MIN_CACHE name a folder"):
+        load(f"folder:{tmp_path / 'new'}")
+
+
+def test_a_user_without_a_home_is_told_what_to_do(tmp_path, cache, monkeypatch):
+    class_folders(tmp_path / "in", ["a"])
+    monkeypatch.delenv("DDM_MIN_CACHE")
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(data.Path, "home", home)
+    with pytest.raises(OSError, match=r"home directory.*let DDM_MIN_CACHE name a folder"):
+        load(f"folder:{tmp_path / 'in'}")
+
+
+def test_labels_of_another_number_than_images_are_noticed(tmp_path, cache):
+    class_folders(tmp_path / "in", ["a"])
+    load(f"folder:{tmp_path / 'in'}")
+    about = next(cache.rglob("about.npz"))
+    with np.load(about) as stored:
+        parts = dict(stored)
+    np.savez(about, **parts | {"labels": np.zeros(3, int)})
+    with pytest.raises(ValueError, match="does not describe a dataset and may be deleted"):
+        load(f"folder:{tmp_path / 'in'}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names themselves")
+def test_names_that_are_long_or_not_unicode_are_names(tmp_path, cache):
+    root = tmp_path / ("n" * 250)
+    save(root / "a" / "1.png")
+    os.rename(root / "a" / "1.png", os.fsencode(root / "a") + b"/caf\xe9.png")
+    assert len(load(f"folder:{root}")) == 1
 
 
 def test_a_shard_of_a_large_dataset_is_not_copied(tmp_path, cache):
@@ -794,6 +841,7 @@ def test_small_shards_are_tensors():
 def test_nothing_is_copied_on_the_cpu_and_what_fits_moves_whole(monkeypatch):
     dataset = small()
     assert dataset.to("cpu") is dataset
+    assert dataset.to("cpu:0") is dataset
     moved = dataset.to("meta")  # a device without memory stands for a GPU
     assert (moved.images.device.type, moved.images.shape) == ("meta", dataset.images.shape)
     assert moved.labels.device.type == "meta"
@@ -855,6 +903,7 @@ def test_a_converted_island_of_gray_pictures_is_gray(tmp_path, cache):
     mapped = load(f"folder:{tmp_path / 'islands' / 'cluster_1'}")
     assert isinstance(mapped.images, data.Rows)
     shard, _, _ = partition.exported_shard(mapped, tmp_path / "islands" / "classes.json", "1")
+    assert shard.images.whole is mapped.images  # nothing is read before it is asked for
     gray = load(f"npz:{tmp_path / 'gray.npz'}")
     made = partition.Partition.load(tmp_path / "partition.safetensors", gray)
     expected = gray.images[made.assignment == 1]

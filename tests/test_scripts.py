@@ -511,6 +511,7 @@ def test_help_says_what_the_script_is_for(name, capsys):
         ("sample", ["run", "--num", "0"]),
         ("sample", ["run", "--num-steps", "-3"]),
         ("sample", ["run", "--device", "abacus"]),
+        ("sample", ["run", "--device", "meta"]),
         ("sample", ["run", "--unknown"]),
         ("train_expert", ["--run", "run", "--cluster", "0", "--steps", "1.5"]),
         ("train_expert", ["--run", "run", "--cluster", "0", "--objective", "best"]),
