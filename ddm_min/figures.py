@@ -9,15 +9,9 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import numpy as np
 import torch
 from einops import rearrange
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from ddm_min import data
@@ -32,11 +26,18 @@ from ddm_min.sampler import sample, start_noise
 from ddm_min.schedule import Betas, Cosine, Linear, add_noise
 
 
-def save(figure: Figure, file: Path) -> None:
+def panels(rows: int, columns: int, size: tuple[float, float], **style):
+    """(figure of this size in inches, its axes). style: of matplotlib's `Figure.subplots`."""
+    from matplotlib.figure import Figure  # here, because it takes half a second
+
+    figure = Figure(size, layout="constrained")
+    return figure, figure.subplots(rows, columns, **style)
+
+
+def save(figure, file: Path) -> None:
     """Write a figure as PNG, whole or not at all."""
     with replacing(file) as temporary:
         figure.savefig(temporary, dpi=150, bbox_inches="tight")
-    plt.close(figure)
 
 
 def strip(images: Tensor, gap: int = 1) -> np.ndarray:
@@ -74,7 +75,7 @@ def sample_grid(images: Tensor, labels: Tensor, names: list[str], file: Path) ->
         row_names = [""] * -(-len(images) // columns)
     shape = (len(row_names), columns, *images.shape[1:])
     blanks = images.new_full((shape[0] * columns - len(images), *shape[2:]), 255)
-    figure, axes = plt.subplots(figsize=(0.55 * columns + 1, 0.55 * len(row_names) + 0.5))
+    figure, axes = panels(1, 1, (0.55 * columns + 1, 0.55 * len(row_names) + 0.5))
     show_rows(axes, torch.cat([images, blanks]).reshape(shape), row_names)
     axes.set_title(title)
     save(figure, file)
@@ -89,8 +90,7 @@ def clusters(dataset: Dataset, partition: Partition, file: Path, columns: int = 
         names.append(f"cluster {k}\n{len(rows)} images")
     images = dataset.images[torch.from_numpy(np.stack(chosen))]
     images = images if images.dtype == torch.uint8 else to_uint8(images[:, :, :3])
-    layout = dict(layout="constrained", width_ratios=(3, 2))
-    figure, axes = plt.subplots(1, 2, figsize=(12, 0.6 * len(names) + 1.2), **layout)
+    figure, axes = panels(1, 2, (12, 0.6 * len(names) + 1.2), width_ratios=(3, 2))
     show_rows(axes[0], images, names)
     axes[0].set_title("random images of each cluster")
     shares = partition.counts / partition.counts.sum(0).clamp(min=1)
@@ -118,10 +118,9 @@ def routing(run: Path, dataset: Dataset, file: Path, num_times=33, num_images=10
     for t in torch.linspace(0, 1, num_times).expand(len(rows), -1).T:
         probs = router(add_noise(images, noise, t, Linear()), t, null).exp()
         means.append(torch.stack([probs[home == cluster].mean(0) for cluster in range(k)]))
-    layout = dict(sharey=True, layout="constrained", squeeze=False)
-    figure, axes = plt.subplots(1, k, figsize=(3 * k + 1, 2.8), **layout)
-    for cluster, panel in enumerate(torch.stack(means, dim=2)):
-        drawn = heat(axes[0, cluster], panel, origin="lower", extent=(0, 1, -0.5, k - 0.5))
+    figure, axes = panels(1, k, (3 * k + 1, 2.8), sharey=True, squeeze=False)
+    for cluster, shares in enumerate(torch.stack(means, dim=2)):
+        drawn = heat(axes[0, cluster], shares, origin="lower", extent=(0, 1, -0.5, k - 0.5))
         axes[0, cluster].set(title=f"images of cluster {cluster}", xlabel="t (0 = data, 1 = noise)")
     axes[0, 0].set_ylabel("expert")
     figure.colorbar(drawn, ax=axes, label="mean p(expert | $x_t$, t)")
@@ -130,7 +129,7 @@ def routing(run: Path, dataset: Dataset, file: Path, num_times=33, num_images=10
 
 def losses(run: Path, file: Path) -> None:
     """Loss against step: experts (squared error, each in its own space) and router (nats)."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    figure, axes = panels(1, 2, (11, 3.8))
     for resume in sorted((run / "resume").glob("*.safetensors")):
         tensors, metadata = read_file(resume, "resume")
         curve, objective = tensors["losses"].numpy(), metadata["arguments"].get("objective", "")
@@ -156,6 +155,8 @@ def theorem(file: Path, time: float = 0.4, edge: float = 3.5) -> None:
 
     Arrows show -velocity, the way sampling walks. The caption's errors are measured in float64.
     """
+    from matplotlib.colors import to_rgba_array
+
     path, shards = Linear(), [pinwheel(k, num) for k, num in enumerate((60, 90, 120))]
     exact, router = EmpiricalFlow(torch.cat(shards), path), exact_router(shards, path)
     kinds = [Objective("eps", Cosine()), Objective("x0", Betas.ddpm()), Objective("velocity", path)]
@@ -180,12 +181,13 @@ def theorem(file: Path, time: float = 0.4, edge: float = 3.5) -> None:
         """Draw points [N, 2, 1, 1]."""
         axis.scatter(*points.flatten(1).T, s=size, color=color, **style)
 
-    figure, axes = plt.subplots(2, 3, figsize=(11.2, 8.4), layout="constrained")
-    plt.setp(axes, xlim=(-edge, edge), ylim=(-edge, edge), xticks=[], yticks=[], aspect="equal")
+    figure, axes = panels(2, 3, (11.2, 8.4))
+    for axis in axes.flat:
+        axis.set(xlim=(-edge, edge), ylim=(-edge, edge), xticks=[], yticks=[], aspect="equal")
     routed, fields, paths = axes[1]
     (ticks, points, t), rim = grid(60), dict(ec="white", lw=0.4, zorder=3)
     probs = router(points, t).exp().reshape(60, 60, 3).numpy()
-    blend = 1 - 0.55 * (1 - probs @ np.array([matplotlib.colors.to_rgb(c) for c in colors]))
+    blend = 1 - 0.55 * (1 - probs @ to_rgba_array(colors)[:, :3])
     routed.imshow(blend, extent=(-edge, edge) * 2, origin="lower", interpolation="bilinear")
     titles = ("eps on cosine", "x0 on a beta table", "velocity on linear")
     for k, (shard, color, axis) in enumerate(zip(shards, colors, axes[0], strict=True)):

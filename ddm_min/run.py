@@ -12,6 +12,7 @@ from torch import Tensor
 from ddm_min.data import to_uint8, write_image
 from ddm_min.ensemble import what_is_lost, whole_clusters
 from ddm_min.expert import Expert, check_writable, load_router, replacing
+from ddm_min.figures import sample_grid
 from ddm_min.router import gaussian_router, prior_router
 
 MUST_AGREE = ("image_shape", "class_names", "latents")
@@ -178,8 +179,6 @@ def write_samples(
         with replacing(out) as temporary:
             np.savez(temporary, **arrays)
     elif out.suffix == ".png":
-        from ddm_min.figures import sample_grid  # here, because matplotlib takes half a second
-
         sample_grid(images, labels, names, out)
     else:
         for index, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
