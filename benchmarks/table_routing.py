@@ -4,9 +4,9 @@
 
 Equal training FLOPs: an ensemble's K experts see 32 images per step each, the monolith beside it
 32 K, all for 1,500 steps at the same learning rate. Also shown: one monolith at the batch of a
-single expert, and a random split (DDM figure 4c). The random split and all samples without labels
-are of the first training seed alone. Budget: 49 trainings, about 80 minutes on one core, and 20
-minutes of sampling; stop it whenever you like, it goes on where it was.
+single expert, and a random split (DDM figure 4c) of the first training seed alone. Budget: 49
+trainings, about 80 minutes on one core, and 25 minutes of sampling; stop it whenever you like, it
+goes on where it was.
 Writes benchmarks/results/routing.json and .png.
 """
 
@@ -63,7 +63,7 @@ def main() -> None:
         """Panels of rows: the same experts asked with all labels in turn, or without any."""
 
         def line(name: str, run: str, strategy: str, router: str) -> dict:
-            seeds = [0] if run == "random4" or label else SEEDS  # see the page top
+            seeds = [0] if run == "random4" else SEEDS
             how = dict(strategy=strategy, router=router, label=label)
             return row(name, run, judge, COLUMNS, seeds, **how)
 

@@ -11,6 +11,9 @@ matrix product; what is printed are medians over rounds of ratios within a round
 machine leaves alone. At one thread the clock is the processor time of this process. A turn is
 `--steps` steps, of which the median counts, without the first where there are others.
 
+A second table says what bounds forward and backward, by PyTorch's profiler: matrix products, the
+attention kernel (whose own products are at its mercy), and all the rest.
+
 The work of a step is three times the matrix products of a forward pass, attention included: what
 attention computes twice, to save memory, counts once. bf16 is measured where the processor
 multiplies it (AMX or AVX-512), and skipped with a word where it is emulated.
@@ -25,10 +28,12 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from timm.models.vision_transformer import Attention, Mlp, PatchEmbed
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
@@ -146,6 +151,24 @@ def forward_flops(network: nn.Module, batch_size: int) -> int:
     return batch_size * counter.get_total_flops()
 
 
+def profiled(step) -> dict[str, float]:
+    """Shares of the time of step() in matrix products, attention, tanh-GELU and all the rest."""
+    kinds = {
+        "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+        "attention": ("aten::_scaled_dot_product",),
+        "GELU, where it is a kernel of its own": ("aten::gelu",),
+    }
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    events = profiler.key_averages()
+    whole = sum(event.self_cpu_time_total for event in events)
+    shares = {
+        kind: sum(e.self_cpu_time_total for e in events if e.key.startswith(starts)) / whole
+        for kind, starts in kinds.items()
+    }
+    return shares | {"the rest": 1 - sum(shares.values())}
+
+
 def multiplies_bf16() -> bool:
     """Whether this processor has instructions for products of bfloat16."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -245,6 +268,16 @@ def main() -> None:
         cells = [f"{100 * part:.1f} %" for part in [*parts, 1 - sum(parts)]]
         print(f"| {name} | {1e3 * step:.1f} ms | {share:.1%} | {beside:.2f} x | ", end="")
         print(" | ".join(cells) + " |")
+
+    for index, (name, network) in enumerate(networks.items()):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled="bf16" in name)
+        with autocast:
+            shares = profiled(lambda n=network: batch_loss(n, np.random.default_rng(0)).backward())
+        if index == 0:
+            print(
+                f"\n| forward and backward | {' | '.join(shares)} |\n|" + "---|" * (1 + len(shares))
+            )
+        print(f"| {name} | " + " | ".join(f"{share:.1%}" for share in shares.values()) + " |")
 
 
 if __name__ == "__main__":
