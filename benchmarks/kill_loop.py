@@ -134,7 +134,7 @@ def kill_loop(main: Callable, argv: list[str], run: Path, kills: int, seed: int)
         before = set(cut_files(run))
         if not kill_once(main, argv, run, rng):
             raise RuntimeError(f"it ended before kill {number + 1}: {log.read_text()[-500:]}")
-        in_writing += not before >= set(cut_files(run))  # a new one: its name has the process in it
+        in_writing += bool(set(cut_files(run)) - before)  # a new one: its name tells the process
     status = wait(fork(lambda: main(argv), log), 300)
     if status:
         raise RuntimeError(f"it failed with {status}: {log.read_text()[-500:]}")

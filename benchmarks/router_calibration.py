@@ -14,7 +14,9 @@ q(k | x_t, t, label), the true conditional distribution of the cluster minimises
 (Gibbs), and for finitely many images it is known in closed form. The gap is E KL(exact || q). Here
 the cluster of a noisy image is averaged over the exact posterior, which has the same mean as
 drawing it and less noise. On held-out images nobody knows the best: the exact posterior of other
-images is then one more guess, and an overconfident one.
+images is then one more guess, and an overconfident one. One of the 360 lies in a cluster where
+training has no image of its class: asked with the label, exact, Gaussian and prior call that
+impossible, which is counted as 88 nats, .24 in the mean.
 
 Prints markdown tables; writes calibration.json and calibration.png into --out.
 """

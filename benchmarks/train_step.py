@@ -12,7 +12,7 @@ machine leaves alone. At one thread the clock is the processor time of this proc
 `--steps` steps, of which the median counts, without the first where there are others.
 
 A second table says what bounds forward and backward, by PyTorch's profiler: matrix products, the
-attention kernel (whose own products are at its mercy), and all the rest.
+attention kernel with the products inside it, GELU, and all the rest.
 
 The work of a step is three times the matrix products of a forward pass, attention included: what
 attention computes twice, to save memory, counts once. bf16 is measured where the processor

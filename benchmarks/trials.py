@@ -72,6 +72,7 @@ def train_experts(
     options: further arguments of train_expert.py. Returns seconds.json of the run, "CLUSTER
     OPTIONS" -> processor seconds.
     """
+    run.mkdir(parents=True, exist_ok=True)
     clock = run / "seconds.json"
     for cluster in clusters:
         name = f"{cluster} {' '.join(options)}"

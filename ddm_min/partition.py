@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"cluster {k}: {int(counts.sum())} images " + json.dumps(classes))
         if counts.sum() < SMALL_SHARD:
             print(f"warning: cluster {k} is too small to train an expert well", file=sys.stderr)
-    from ddm_min import figures
+    from ddm_min import figures  # here, because it imports this module
 
     figures.clusters(dataset, made, args.run / "clusters.png")
     print(f"wrote {file} and {args.run / 'clusters.png'}")
